@@ -1,0 +1,40 @@
+"""``kvcatch hold TENANT``: refuse a tenant's new requests for a while."""
+
+from __future__ import annotations
+
+import argparse
+import json
+
+from kvcatch.errors import KVCatchError
+from kvcatch.units import human_seconds, parse_duration
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Options of ``hold``."""
+    parser.add_argument("tenant", metavar="TENANT")
+    parser.add_argument(
+        "--for", dest="span", default="10m", metavar="TIME", help="how long (10m); 0 ends a hold"
+    )
+    parser.add_argument("--json", action="store_true", help="one JSON document")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Tell every gateway of this user. Raises KVCatchError when none runs."""
+    from kvcatch.gateway.operate import hold
+
+    seconds = parse_duration(args.span)
+    if seconds > 30 * 86400:
+        raise KVCatchError(
+            f"--for {args.span}: longer than 30 days.", "Write it into the policy file instead."
+        )
+    answers = hold(args.tenant, seconds)
+    running = sum(answer["in_flight"] for answer in answers)
+    if args.json:
+        print(
+            json.dumps({"schema_version": 1, "tenant": args.tenant, "seconds": seconds, "in_flight": running})
+        )
+    elif seconds:
+        print(f"{args.tenant}: new requests get 429 for {human_seconds(seconds)}; {running} in flight go on")
+    else:
+        print(f"{args.tenant}: no longer on hold")
+    return 0

@@ -1,0 +1,236 @@
+"""A running gateway: engines found, sockets opened, policy reloaded when its file changes."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import signal
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from aiohttp import web
+
+from kvcatch import api
+from kvcatch.capture import tags
+from kvcatch.errors import KVCatchError
+from kvcatch.gateway.admin import Admin, socket_path
+from kvcatch.gateway.engine import Engine
+from kvcatch.gateway.gate import Gate
+from kvcatch.gateway.limits import Limits, MemoryLimits
+from kvcatch.gateway.policy import from_document
+from kvcatch.gateway.proxy import Proxy
+from kvcatch.sources.procs import local_engines
+from kvcatch.views.web import listen
+
+logger = logging.getLogger("kvcatch.gateway")
+
+#: between two looks at the policy file
+RELOAD_SECONDS = 1.0
+#: what is only read at start
+FIXED = (
+    ("gateway", "listen"),
+    ("gateway", "upstreams"),
+    ("gateway", "tokenizer"),
+    ("redis", None),
+)
+
+Documents = Callable[[], dict[str, Any]]
+
+
+def serve(
+    documents: Documents,
+    *,
+    feeds: Sequence[str] = (),
+    config: str | None = None,
+    default_listen: str,
+    upstream_key: str | None = None,
+    verbose: int = 0,
+) -> int:
+    """Serve until SIGINT or SIGTERM. ``documents`` reads the policy anew. Raises KVCatchError."""
+    _log(verbose)
+    service = Service(documents(), documents, feeds, config, default_listen, upstream_key)
+    return asyncio.run(service.run())
+
+
+class Service:
+    """One gateway process."""
+
+    def __init__(
+        self, document: dict[str, Any], documents: Documents, feeds: Sequence[str], config: str | None,
+        default_listen: str, upstream_key: str | None,
+    ) -> None:  # fmt: skip
+        gateway = document.get("gateway", {})
+        self._documents, self._config = documents, config
+        self._document = document
+        self._host, self._port = listen(gateway.get("listen", default_listen))
+        self._directory = api.recorder_directory()
+        os.makedirs(self._directory, mode=0o700, exist_ok=True)
+        tags.load_key(self._directory)
+        policy = from_document(document)
+        urls = gateway.get("upstreams") or find_upstreams()
+        feed = list(feeds) + [None] * (len(urls) - len(feeds))
+        if len(feeds) > len(urls):
+            raise KVCatchError(
+                f"{len(feeds)} --feed for {len(urls)} --upstream.", "Give at most one for each."
+            )
+        engines = [Engine(url, name, policy.reserve_ratio) for url, name in zip(urls, feed, strict=True)]
+        self.gate = Gate(policy, engines, limits_of(document))
+        self.proxy = Proxy(
+            self.gate, upstream_key=upstream_key, timeout=float(gateway.get("upstream_timeout", 600)),
+            tokenizer=gateway.get("tokenizer"),
+        )  # fmt: skip
+        self._stamp = _stamp(config)
+
+    async def run(self) -> int:
+        """Serve; returns the exit status."""
+        stopped = asyncio.Event()
+        loop = asyncio.get_running_loop()
+        for name in (signal.SIGINT, signal.SIGTERM):
+            loop.add_signal_handler(name, stopped.set)
+        loop.add_signal_handler(signal.SIGHUP, lambda: self.reload(force=True))
+        await self.proxy.start()
+        runner = web.AppRunner(
+            self.proxy.application(), access_log=None, handler_cancellation=True, auto_decompress=False,
+            keepalive_timeout=75, shutdown_timeout=5, logger=_silent(), max_field_size=16384,
+        )  # fmt: skip
+        await runner.setup()
+        try:
+            site = web.TCPSite(runner, self._host, self._port, backlog=1024)
+            await site.start()
+        except OSError as error:
+            await runner.cleanup()
+            await self.proxy.stop()
+            reason = error.strerror or str(error)
+            raise KVCatchError(
+                f"--listen {self._host}:{self._port}: {reason}.", "Choose another address with --listen."
+            ) from None
+        host, port = runner.addresses[0][:2]
+        admin = Admin(self.gate, socket_path(self._directory, port))
+        await admin.start()
+        self._say(f"http://{host}:{port}")
+        watch = asyncio.create_task(self._watch())
+        await stopped.wait()
+        watch.cancel()
+        await runner.cleanup()
+        await admin.stop()
+        await self.proxy.stop()
+        return 0
+
+    def _say(self, url: str) -> None:
+        rules = self.gate.policy.rules
+        up = [engine for engine in self.gate.engines if engine.healthy]
+        print(f"Governing {len(self.gate.engines)} engine(s) ({len(up)} up) on {url}/v1", file=sys.stderr)
+        for engine in self.gate.engines:
+            reading = engine.reading
+            pool = (
+                f"{engine.info.usable_blocks} blocks of {engine.info.block_size}"
+                if reading
+                else "pool unknown"
+            )
+            counter = self.gate.counters.get(engine.url)
+            how = "locally" if counter is not None and counter.local is not None else "by the engine"
+            state = "up" if engine.healthy else "down"
+            source = f", state from its {reading.source}" if reading else ""
+            print(f"  {engine.label}: {state}, {pool}{source}, prompts counted {how}", file=sys.stderr)
+        length = self.gate.policy.length
+        words = [f"mode {rules.mode}"]
+        if length.max_input:
+            words.append(f"prompts up to {length.max_input} tokens ({length.over_long})")
+        if length.max_output:
+            words.append(f"output up to {length.max_output}")
+        if rules.long_enforced:
+            most = f", {rules.long_concurrency} at once" if rules.long_concurrency else ""
+            words.append(f"long requests {rules.long_share:.0%} of the pool{most}")
+        else:
+            words.append("long requests watched only")
+        print("  " + "; ".join(words), file=sys.stderr, flush=True)
+
+    async def _watch(self) -> None:
+        while self._config is not None:
+            await asyncio.sleep(RELOAD_SECONDS)
+            self.reload()
+
+    def reload(self, force: bool = False) -> bool:
+        """Read the policy again when its file changed; a wrong one is logged and the old one stays."""
+        stamp = _stamp(self._config)
+        if stamp == self._stamp and not force:
+            return False
+        self._stamp = stamp
+        try:
+            document = self._documents()
+            policy = from_document(document)
+        except KVCatchError as error:
+            logger.error("policy not reloaded, the old one stays:\n%s", error)
+            return False
+        for table, key in FIXED:
+            before, after = self._document.get(table, {}), document.get(table, {})
+            if (before != after) if key is None else (before.get(key) != after.get(key)):
+                logger.warning(
+                    "%s is only read at start; restart to change it", f"{table}.{key}" if key else table
+                )
+        self._document = {
+            **document,
+            **{t: self._document[t] for t, k in FIXED if k is None and t in self._document},
+        }
+        self.gate.use(policy)
+        logger.warning("policy reloaded")
+        return True
+
+
+def limits_of(document: dict[str, Any]) -> Limits:
+    """Limits in Redis when a URL is given, else in memory. Raises KVCatchError."""
+    table = document.get("redis", {})
+    if not table.get("url"):
+        return MemoryLimits()
+    from kvcatch.gateway.shared import LOCAL, SharedLimits
+
+    return SharedLimits(
+        table["url"], prefix=table.get("prefix", "kvcatch"), when_lost=table.get("when_lost", LOCAL),
+        replicas=table.get("replicas", 1),
+    )  # fmt: skip
+
+
+def find_upstreams() -> list[str]:
+    """The engine of this machine. Raises KVCatchError when there is none, or more than one."""
+    found = [engine for engine in local_engines() if engine.port is not None]
+    ports = sorted({engine.port for engine in found if engine.port is not None})
+    if not ports:
+        raise KVCatchError(
+            "no engine listens on this machine.", "Say where it is: --upstream http://HOST:PORT"
+        )
+    if len(ports) > 1:
+        urls = ", ".join(f"http://127.0.0.1:{port}" for port in ports)
+        raise KVCatchError(
+            f"several engines listen here: {urls}.", "Choose with --upstream (may be repeated)."
+        )
+    return [f"http://127.0.0.1:{ports[0]}"]
+
+
+def _stamp(config: str | None) -> tuple[int, int, int] | None:
+    if config is None:
+        return None
+    try:
+        found = os.stat(config)
+    except OSError:
+        return None
+    return found.st_mtime_ns, found.st_size, found.st_ino
+
+
+def _log(verbose: int) -> None:
+    handler = logging.StreamHandler()
+    handler.setFormatter(
+        logging.Formatter("%(levelname)s %(asctime)s [gateway] %(message)s", "%m-%d %H:%M:%S")
+    )
+    logger.addHandler(handler)
+    logger.setLevel(logging.DEBUG if verbose > 1 else logging.INFO if verbose else logging.WARNING)
+    logger.propagate = False
+
+
+def _silent() -> logging.Logger:
+    """aiohttp's own log quotes what clients send; nothing of it is kept."""
+    quiet = logging.getLogger("kvcatch.gateway.http")
+    quiet.propagate = False
+    quiet.setLevel(logging.CRITICAL + 1)
+    return quiet

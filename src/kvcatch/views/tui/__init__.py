@@ -1,0 +1,1 @@
+"""The live screen of ``kvcatch top``. The only place that imports textual."""

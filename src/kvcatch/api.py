@@ -105,27 +105,7 @@ class _WithHeadroom(ReplayCapture):
         size = size or arithmetic.typical_size(self.requests()[-1000:])
         if size is None:
             return Headroom()
-        growth = committed_blocks(self, snapshot)
-        return arithmetic.headroom(
-            self.info, snapshot.pool, snapshot.queues, *size,
-            committed_blocks=growth, requests=snapshot.requests,
-        )  # fmt: skip
-
-
-def committed_blocks(capture: ReplayCapture, snapshot: Snapshot) -> int:
-    """Blocks that running requests will still take if each generates its ``max_tokens``."""
-    from kvcatch.analysis.headroom import blocks_for
-
-    total = 0
-    for view in snapshot.requests:
-        if view.status != "running" or view.prompt_tokens is None or view.num_blocks is None:
-            continue
-        longest = view.prompt_tokens + (view.max_tokens or 0)
-        if capture.info.max_model_len:
-            longest = min(longest, capture.info.max_model_len)
-        # The last sampled token has no KV.
-        total += max(0, (blocks_for(longest - 1, capture.info) or 0) - view.num_blocks)
-    return total
+        return arithmetic.snapshot_headroom(self.info, snapshot, size)
 
 
 def open(target: str | None = None) -> Capture:

@@ -14,8 +14,6 @@ from kvcatch.events import EngineInfo
 from kvcatch.results import RequestView
 
 Blocks = Callable[[int], int]
-#: steps between an answer and the start of a request that was sent on its account
-DELAY_STEPS = 32
 
 
 class Running(NamedTuple):
@@ -55,7 +53,7 @@ def fits_beside(
     usable: int,
     size: tuple[int, int],
     info: EngineInfo,
-    delay_steps: int = DELAY_STEPS,
+    delay_steps: int,
 ) -> int:
     """How many requests of ``size`` (prompt, output tokens) can start soon and never meet a full pool.
 

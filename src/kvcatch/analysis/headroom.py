@@ -7,12 +7,30 @@ plus the watermark when anything runs, fit in the blocks nobody holds; cached bl
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from statistics import median
 
 from kvcatch.analysis.future import Running, fits_beside, running_requests
 from kvcatch.events import EngineInfo, KVGroup
-from kvcatch.results import Headroom, Pool, Queues, RequestView
+from kvcatch.results import Headroom, Pool, Queues, RequestView, Snapshot
+
+#: seconds between an answer and the start of a request that was sent on its account
+SOON_SECONDS = 0.05
+#: the same in steps, where nothing is known of the engine's pace
+SOON_STEPS = 32
+
+
+def snapshot_headroom(
+    info: EngineInfo, snapshot: Snapshot, size: tuple[int, int], within_seconds: float = SOON_SECONDS
+) -> Headroom:
+    """``headroom`` of the state in a snapshot, for requests that start within so many seconds."""
+    pace = snapshot.latency.step_seconds
+    steps = math.ceil(within_seconds / pace) if pace else SOON_STEPS if within_seconds else 0
+    return headroom(
+        info, snapshot.pool, snapshot.queues, *size, requests=snapshot.requests, delay_steps=steps,
+        committed_blocks=committed_blocks(info, snapshot.requests),
+    )  # fmt: skip
 
 
 def blocks_for(tokens: int, info: EngineInfo) -> int | None:
@@ -59,6 +77,7 @@ def headroom(
     *,
     committed_blocks: int = 0,
     requests: Iterable[RequestView] | None = None,
+    delay_steps: int = 0,
 ) -> Headroom:
     """How many more requests of this size are admitted at once and also reach their full length.
 
@@ -71,13 +90,15 @@ def headroom(
         committed_blocks: blocks that requests already running will still take; 0 asks about this moment.
         requests: the engine's requests. When the lengths of all running ones are known, what they take and
             give back over time is followed step by step, and ``committed_blocks`` is not used.
+        delay_steps: the new requests may start any number of steps from now up to this.
 
     Returns:
         ``limit`` says what binds: ``blocks`` | ``watermark`` | ``max_num_seqs`` | ``max_model_len`` |
         ``pool`` (never fits, even alone) | ``queue`` (its head waits for blocks and nobody overtakes it).
     """
     future = running_requests(info, requests) if requests is not None else None
-    answer = _count(info, pool, queues, (prompt_tokens, output_tokens), committed_blocks, future)
+    size = (prompt_tokens, output_tokens)
+    answer = _count(info, pool, queues, size, committed_blocks, future, delay_steps)
     count, limit = answer if answer is not None else (None, None)
     return Headroom(requests=count, prompt_tokens=prompt_tokens, output_tokens=output_tokens, limit=limit)
 
@@ -89,6 +110,7 @@ def _count(
     size: tuple[int, int],
     committed: int,
     future: list[Running] | None,
+    delay: int,
 ) -> tuple[int, str] | None:
     prompt, output = size[0], max(1, size[1])
     if info.max_model_len is not None and prompt + output > info.max_model_len:
@@ -109,7 +131,8 @@ def _count(
     fits = free // at_peak if at_peak else 0
     if future:
         usable = pool.num_blocks
-        fits = fits_beside(future, lambda n: blocks_for(n, info) or 0, unheld, usable, (prompt, output), info)
+        new = (prompt, output)
+        fits = fits_beside(future, lambda n: blocks_for(n, info) or 0, unheld, usable, new, info, delay)
     counts = {"blocks": fits}
     admitted = _admitted(free, at_admission, watermark, running)
     if admitted < counts["blocks"]:

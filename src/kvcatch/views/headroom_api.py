@@ -7,8 +7,9 @@ from collections.abc import Iterable
 from typing import Any
 
 from kvcatch import __version__
+from kvcatch.analysis.headroom import SOON_SECONDS, snapshot_headroom
 from kvcatch.results import Headroom
-from kvcatch.views.targets import Observation, headroom_for
+from kvcatch.views.targets import Observation
 
 SCHEMA_VERSION = 1
 
@@ -71,21 +72,29 @@ SCHEMA: dict[str, Any] = {
 
 
 def document(
-    observations: Iterable[Observation], size: tuple[int, int] | None = None, target: str | None = None
+    observations: Iterable[Observation],
+    size: tuple[int, int] | None = None,
+    target: str | None = None,
+    within_seconds: float = SOON_SECONDS,
 ) -> dict[str, Any]:
-    """The answer. ``size`` = (prompt, output) tokens to ask about; without it each engine's typical size."""
+    """The answer. ``size`` = (prompt, output) tokens to ask about; without it each engine's typical size.
+
+    The requests asked about start within ``within_seconds``.
+    """
     return {
         "schema_version": SCHEMA_VERSION,
         "kvcatch_version": __version__,
         "unix_seconds": time.time(),
-        "engines": [_engine(seen, size) for seen in observations if target in (None, seen.target)],
+        "engines": [
+            _engine(seen, size, within_seconds) for seen in observations if target in (None, seen.target)
+        ],
     }
 
 
-def _engine(seen: Observation, size: tuple[int, int] | None) -> dict[str, Any]:
+def _engine(seen: Observation, size: tuple[int, int] | None, within_seconds: float) -> dict[str, Any]:
     snapshot = seen.snapshot
     pool, queues = snapshot.pool, snapshot.queues
-    room = seen.headroom if size is None else headroom_for(seen.info, snapshot, *size)
+    room = seen.headroom if size is None else snapshot_headroom(seen.info, snapshot, size, within_seconds)
     if snapshot.state not in ("live", "idle"):
         # Old numbers would let a router send work to an engine that may be full or gone.
         room = Headroom(prompt_tokens=room.prompt_tokens, output_tokens=room.output_tokens)

@@ -12,7 +12,7 @@ import numpy as np
 from kvcatch import __version__
 from kvcatch.analysis import rates
 from kvcatch.analysis.glance import glance
-from kvcatch.analysis.headroom import committed_blocks, headroom, typical_size
+from kvcatch.analysis.headroom import snapshot_headroom, typical_size
 from kvcatch.errors import KVCatchError
 from kvcatch.results import RequestView, Snapshot
 from kvcatch.sources.scrape import ScrapeCapture
@@ -116,10 +116,7 @@ class Watch:
         size = self.size or typical_size(self.requests[-RECENT:]) or _scraped_size(capture)
         room = snapshot.headroom
         if size is not None and (self.size is not None or room.requests is None):
-            growth = committed_blocks(capture.info, snapshot.requests)
-            room = headroom(
-                capture.info, pool, queues, *size, committed_blocks=growth, requests=snapshot.requests
-            )
+            room = snapshot_headroom(capture.info, snapshot, size)
         self._remember(snapshot, now)
         snapshot = msgspec.structs.replace(
             snapshot, pool=pool, queues=queues, headroom=room,

@@ -13,7 +13,7 @@ import numpy as np
 from kvcatch.analysis.committed import committed_ratio
 from kvcatch.analysis.doctor import diagnose, glance
 from kvcatch.analysis.evidence import Case, from_scrape
-from kvcatch.analysis.headroom import committed_blocks, headroom
+from kvcatch.analysis.headroom import snapshot_headroom
 from kvcatch.errors import KVCatchError
 from kvcatch.events import EngineInfo
 from kvcatch.metrics import THRESHOLDS
@@ -247,7 +247,7 @@ class Target:
         size = scraped.typical_size() if scraped is not None else None
         room = snapshot.headroom
         if room.requests is None and size is not None:
-            room = headroom_for(info, snapshot, *size)
+            room = snapshot_headroom(info, snapshot, size)
         measured = snapshot.pool.watermark_utilization_ratio
         return Observation(
             target=self.label,
@@ -295,15 +295,6 @@ def _cards() -> list[Card]:
         return cards()
     except KVCatchError:
         return []
-
-
-def headroom_for(info: EngineInfo, snapshot: Snapshot, prompt_tokens: int, output_tokens: int) -> Headroom:
-    """Headroom for one request size, what running requests will still take set aside."""
-    growth = committed_blocks(info, snapshot.requests)
-    return headroom(
-        info, snapshot.pool, snapshot.queues, prompt_tokens, output_tokens,
-        committed_blocks=growth, requests=snapshot.requests,
-    )  # fmt: skip
 
 
 class Fleet:

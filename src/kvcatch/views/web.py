@@ -14,6 +14,7 @@ from prometheus_client.exposition import choose_encoder
 from prometheus_client.registry import CollectorRegistry
 
 from kvcatch import __version__
+from kvcatch.analysis.headroom import SOON_SECONDS
 from kvcatch.errors import KVCatchError
 from kvcatch.units import human_count, human_ratio
 from kvcatch.views import headroom_api
@@ -94,10 +95,19 @@ def _metrics(server: MetricsServer, query: dict[str, str], accept: str) -> Answe
 def _headroom(server: MetricsServer, query: dict[str, str], accept: str) -> Answer:
     try:
         size = _size(query)
+        within = _within(query.get("within_ms"))
     except KVCatchError as error:
         return _json(400, {"error": str(error)})
     target = query.get("target")
-    return _json(200, headroom_api.document(server.fleet.fresh_observations(), size, target))
+    return _json(200, headroom_api.document(server.fleet.fresh_observations(), size, target, within))
+
+
+def _within(text: str | None) -> float:
+    if text is None:
+        return SOON_SECONDS
+    if not text.isascii() or not text.isdigit() or int(text[:20]) > 60_000:
+        raise KVCatchError(f"within_ms={text[:40]}: not a number of milliseconds up to 60000.")
+    return int(text) / 1000
 
 
 def _size(query: dict[str, str]) -> tuple[int, int] | None:

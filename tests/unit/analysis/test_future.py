@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import msgspec
+
 from kvcatch.analysis.future import Running, fits_beside, running_requests
-from kvcatch.analysis.headroom import headroom
+from kvcatch.analysis.headroom import headroom, snapshot_headroom
 from kvcatch.events import EngineInfo
-from kvcatch.results import Pool, Queues, RequestView
+from kvcatch.results import Latency, Pool, Queues, RequestView, Snapshot
 
 INFO = EngineInfo(num_blocks=21, block_size=10, max_model_len=1000)
 
@@ -75,3 +77,25 @@ def test_headroom_follows_the_requests_when_it_knows_them() -> None:
     assert (known.requests, known.limit) == (2, "blocks")
     blind = headroom(INFO, pool, Queues(running=1, waiting_for_blocks=0), 10, 60, committed_blocks=1)
     assert (blind.requests, blind.limit) == (1, "blocks")
+
+
+def test_how_soon_is_counted_in_steps_of_the_engines_pace() -> None:
+    """The case above: 4 requests fit at once, 2 when they may start 40 steps of 10 ms later."""
+    view = RequestView(
+        request_id="a", engine_request_id="a", status="running", prompt_tokens=100, output_tokens=1, max_tokens=91,
+        num_blocks=10,
+    )  # fmt: skip
+    state = Snapshot(
+        pool=Pool(num_blocks=20, active_blocks=10), queues=Queues(running=1, waiting_for_blocks=0), requests=(view,),
+        latency=Latency(step_seconds=0.01),
+    )  # fmt: skip
+
+    def counted(within: float, pace: float | None = 0.01) -> int | None:
+        now = msgspec.structs.replace(state, latency=Latency(step_seconds=pace))
+        return snapshot_headroom(INFO, now, (1, 20), within).requests
+
+    assert (counted(0), counted(0.4)) == (4, 2)
+    assert (
+        counted(0.4, pace=0.4) == 3
+    )  # one step: at step 21 it holds 121 tokens, 13 blocks, the new ones two each
+    assert (counted(0, None), counted(0.05, None)) == (4, 2)  # no pace known: 32 steps

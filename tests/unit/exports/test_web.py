@@ -163,7 +163,8 @@ def test_headroom_can_be_asked_for_a_size(server: MetricsServer) -> None:
 
 @pytest.mark.parametrize(
     "query", ["prompt_tokens=1", "prompt_tokens=-1&output_tokens=2", "prompt_tokens=x&output_tokens=2",
-              "prompt_tokens=0&output_tokens=1", "prompt_tokens=" + "9" * 4000 + "&output_tokens=1"],
+              "prompt_tokens=0&output_tokens=1", "prompt_tokens=" + "9" * 4000 + "&output_tokens=1", "within_ms=-1",
+              "prompt_tokens=1&output_tokens=1&within_ms=1e3", "within_ms=60001"],
 )  # fmt: skip
 def test_bad_sizes_are_refused(server: MetricsServer, query: str) -> None:
     status, _, text = get(server.url + "/v1/headroom?" + query)

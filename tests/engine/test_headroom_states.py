@@ -25,7 +25,11 @@ def states(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> list[d
     rings.mkdir()
     found: list[dict[str, Any]] = []
     tops: list[int | None] = []
-    with engine_lock(), serving(folder, "live", KVCATCH_DIR=str(rings)) as url, open(folder / "log", "w") as log:
+    with (
+        engine_lock(),
+        serving(folder, "live", KVCATCH_DIR=str(rings)) as url,
+        open(folder / "log", "w") as log,
+    ):
         process = subprocess.Popen(
             [env.PYTHON, headroom_states.__file__, str(tiny_model), url, str(STATES)],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, text=True,

@@ -48,6 +48,7 @@ class Workload:
     tenant: index into ``tenants`` per request. content_ids: what a segment holds wherever it stands, or None
     when the trace names prefixes only. made_ids: prefixes of whole grains that end in what a request generated, in
     the ids of the segments; those of request i are ``made_offsets[i]:made_offsets[i + 1]``, None when unknown.
+    max_tokens: the most output each request asked for, None where only what it got is known.
     notes: what a reader had to assume or repair.
     """
 
@@ -64,6 +65,7 @@ class Workload:
     content_ids: Ints | None = None
     made_offsets: Ints | None = None
     made_ids: Ints | None = None
+    max_tokens: Ints | None = None
     notes: tuple[str, ...] = ()
 
     def __len__(self) -> int:
@@ -88,6 +90,7 @@ class Workload:
             content_ids=None if self.content_ids is None else self.content_ids[:end],
             made_offsets=None if self.made_offsets is None else self.made_offsets[: count + 1],
             tenant=None if self.tenant is None else self.tenant[:count],
+            max_tokens=None if self.max_tokens is None else self.max_tokens[:count],
         )
 
     def blocks(self, block_size: int) -> BlockView:
@@ -130,7 +133,7 @@ def build(
     grain: int,
     notes: Sequence[str] = (),
 ) -> Workload:
-    """A workload from rows with ``arrival``, ``prompt``, ``output``, ``segments``, perhaps ``tenant`` and ``made``.
+    """A workload from rows with ``arrival``, ``prompt``, ``output``, ``segments``, perhaps ``tenant``, ``made``, ``max_tokens``.
 
     ``segments`` is a list of (id, tokens) whose tokens add up to the prompt; ids are chained here, so that
     ids of content alone come to name prefixes; ``made`` continues the ids of the whole grains of the prompt with those
@@ -180,6 +183,7 @@ def build(
         made_offsets.append(len(made))
         names.setdefault(str(row.get("tenant", "")), len(names))
     local = len(contents) < len(chained)
+    limits = np.array([rows[i].get("max_tokens") or rows[i]["output"] for i in order], np.int64)
     if local:
         said.append("ids name content, not prefixes; chained to prefixes")
     return Workload(
@@ -196,5 +200,6 @@ def build(
         content_ids=np.array(raw, np.int64) if local else None,
         made_offsets=np.array(made_offsets, np.int64) if made else None,
         made_ids=np.array(made, np.int64) if made else None,
+        max_tokens=limits if any(row.get("max_tokens") for row in rows) else None,
         notes=tuple(said),
     )

@@ -16,7 +16,8 @@ from pathlib import Path
 import vllm
 
 from engine.simulator_oracle import prompts, real_answer, real_request, real_scheduler, settings
-from kvcatch.simulator.engine import EngineSettings, StepCost, serve
+from kvcatch.simulator.cost import StepCost
+from kvcatch.simulator.engine import EngineSettings, serve
 from kvcatch.workload import build
 
 

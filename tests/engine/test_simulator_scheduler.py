@@ -17,8 +17,9 @@ from engine.simulator_oracle import (
     settings,
 )
 from kvcatch.simulator.batching import LOG_EVICTED
+from kvcatch.simulator.cost import StepCost
 from kvcatch.simulator.embedded import Request, Scheduler, hash_of, sample
-from kvcatch.simulator.engine import EngineSettings, StepCost, serve
+from kvcatch.simulator.engine import EngineSettings, serve
 from kvcatch.simulator.pool import REMOVED, STORED, serial_pool
 from kvcatch.workload import build
 

@@ -210,6 +210,7 @@ def _engine(
 ) -> None:  # fmt: skip
     from kvcatch.cli import simulate_engine as engine
     from kvcatch.cli.simulate_grid import workers_of
+    from kvcatch.control.rehearsal import serve_governed
     from kvcatch.simulator.engine import sweep_engine
 
     if (args.fit or args.validate) and (measured is None or info is None):
@@ -222,8 +223,9 @@ def _engine(
     if (args.fit or (args.validate and not args.step_cost)) and measured is not None and info is not None:
         grid, document["fit"] = engine.fitted(workload, measured, grid, info)
     results = sweep_engine(
-        engine.faster(workload, args.speed), grid, workers=workers_of(args), progress=_progress
-    )
+        engine.faster(workload, args.speed), grid, workers=workers_of(args), progress=_progress,
+        server=serve_governed,
+    )  # fmt: skip
     document["results"] = [result.to_dict() for result in results]
     if not args.json:
         engine.print_engine(workload, results)

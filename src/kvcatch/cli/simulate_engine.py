@@ -16,7 +16,8 @@ from kvcatch.units import human_count, human_ratio, human_seconds, parse_duratio
 
 if TYPE_CHECKING:
     from kvcatch.events import EngineInfo
-    from kvcatch.simulator.engine import EngineSettings, EngineSimulation, StepCost
+    from kvcatch.simulator.cost import StepCost
+    from kvcatch.simulator.engine import EngineSettings, EngineSimulation
     from kvcatch.sources.captured import Measured
     from kvcatch.workload import Workload
 
@@ -59,6 +60,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="TENANT=N,...",
         help="priority scheduling: the smallest N first, tenants left out at 0",
     )
+    group.add_argument(
+        "--scheduler", metavar="NAME,...", default="stock",
+        help="stock, or kvcatch's own in a mode: observe, backfill, backfill+peak; several are compared",
+    )  # fmt: skip
     group.add_argument("--speed", type=float, default=1.0, metavar="X", help="arrivals X times as fast")
     group.add_argument(
         "--step-cost", metavar="PART=TIME,...",
@@ -105,9 +110,12 @@ def settings_grid(
             append_all=append_all,
             reserve_full_prompt=not append_all,
             priorities=priorities,
+            scheduler=scheduler,
             cost=cost,
         )
-        for size, room, most, budget, mark in product(sizes, rooms, seqs, tokens, marks)
+        for size, room, most, budget, mark, scheduler in product(
+            sizes, rooms, seqs, tokens, marks, args.scheduler.split(",")
+        )
     ]
 
 
@@ -151,7 +159,7 @@ def faster(workload: Workload, speed: float) -> Workload:
 
 def step_cost(text: str | None) -> StepCost:
     """``fixed=17ms,prefill=0.1ms`` as a cost; parts left out are zero. Raises KVCatchError."""
-    from kvcatch.simulator.engine import StepCost
+    from kvcatch.simulator.cost import StepCost
 
     if text is None:
         return StepCost()
@@ -200,12 +208,17 @@ def validate(result: EngineSimulation, measured: Measured) -> list[Check]:
 
 def print_engine(workload: Workload, results: Sequence[EngineSimulation]) -> None:
     """A row for each setting."""
+    several = any(one.scheduler != "stock" for one in results)
+    borders = sorted({one.long_prompt_tokens for one in results})
+    words = human_count(borders[0]) + (f" to {human_count(borders[-1])}" if len(borders) > 1 else "")
     print(
-        f"{workload.name}: {human_count(len(workload))} requests over {human_seconds(workload.arrival_seconds[-1])}"
+        f"{workload.name}: {human_count(len(workload))} requests over {human_seconds(workload.arrival_seconds[-1])}; "
+        f"short and long p95 of TTFT: prompts up to and above {words} tokens"
     )
     print(
         f"{'blocks':>9} {'size':>5} {'seqs':>5} {'budget':>7} {'free':>5} {'hit':>7} {'preempt':>8} {'recomputed':>11} "
-        f"{'peak':>7} {'TTFT mean':>10} {'p99':>9} {'TPOT':>9} {'out tok/s':>9}"
+        f"{'peak':>7} {'TTFT mean':>10} {'p99':>9} {'short p95':>9} {'long p95':>9} {'TPOT':>9} {'out tok/s':>9}"
+        f"{'  scheduler' if several else ''}"
     )
     for one in results:
         print(
@@ -213,8 +226,10 @@ def print_engine(workload: Workload, results: Sequence[EngineSimulation]) -> Non
             f"{one.max_num_batched_tokens:>7} {one.watermark:>5.2f} {human_ratio(one.token_hit_ratio):>7} "
             f"{human_count(one.preemptions):>8} {human_count(one.recomputed_tokens):>11} "
             f"{human_ratio(one.peak_active_ratio):>7} {human_seconds(one.ttft_seconds.get('mean')):>10} "
-            f"{human_seconds(one.ttft_seconds.get('p99')):>9} {human_seconds(one.tpot_seconds.get('mean')):>9} "
-            f"{human_count(one.output_tokens_per_second):>9}"
+            f"{human_seconds(one.ttft_seconds.get('p99')):>9} "
+            f"{human_seconds(one.ttft_short_seconds.get('p95')):>9} "
+            f"{human_seconds(one.ttft_long_seconds.get('p95')):>9} {human_seconds(one.tpot_seconds.get('mean')):>9} "
+            f"{human_count(one.output_tokens_per_second):>9}{'  ' + one.scheduler if several else ''}"
         )
         if one.rejected_requests:
             print(f"          {human_count(one.rejected_requests)} requests need more blocks than there are")

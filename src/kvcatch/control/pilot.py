@@ -265,8 +265,18 @@ class Pilot:
 
     # ---- a step --------------------------------------------------------------------------------------------
 
-    def begin(self) -> None:
-        """Before ``schedule()``."""
+    def run(self, schedule: Callable[[], Any]) -> Any:
+        """One step of the engine's own ``schedule`` with our choice at the front of the queue."""
+        self._before()
+        try:
+            output = schedule()
+        finally:
+            self.live = False
+        self._end(output)
+        self._picked = False
+        return output
+
+    def _before(self) -> None:
         self.decisions[:] = self._between
         self._between.clear()
         self._begin()
@@ -317,12 +327,6 @@ class Pilot:
         self.governor.replan(job, int(request.num_computed_tokens), self._shared.get(job.request_id))
         if job.plan is not None:
             self._sharing.mark(job.request_id, job.plan)
-
-    def end(self, output: Any) -> None:
-        """After ``schedule()``."""
-        self._end(output)
-        self.live = False
-        self._picked = False
 
     @guarded
     def _end(self, output: Any) -> None:

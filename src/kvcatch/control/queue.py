@@ -7,16 +7,13 @@ once the blocks are allocated or the request is skipped, take it out (``pop``). 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from vllm.v1.core.sched.request_queue import RequestQueue
-
-if TYPE_CHECKING:
-    from kvcatch.control.pilot import Pilot
+from kvcatch.control.pilot import Pilot
 
 
-class GovernedQueue(RequestQueue):  # type: ignore[misc]
-    """A ``RequestQueue`` whose front is chosen by the pilot while ``schedule()`` runs.
+class GovernedLine:
+    """A waiting queue whose front is chosen by the pilot while ``schedule()`` runs.
 
     Outside ``schedule()``, in observe mode and after a failure it is exactly vLLM's own queue.
     """

@@ -5,6 +5,7 @@ Nothing of ``schedule()`` is copied: the classes replace the waiting queue and l
 
 from __future__ import annotations
 
+import functools
 import os
 from typing import Any
 
@@ -17,13 +18,17 @@ from vllm.v1.request import RequestStatus
 
 from kvcatch.control.contract import missing
 from kvcatch.control.pilot import Decision, Pilot
-from kvcatch.control.queue import GovernedQueue
+from kvcatch.control.queue import GovernedLine
 from kvcatch.control.signals import stored_watermark
 from kvcatch.errors import KVCatchError
 from kvcatch.events import EngineInfo
 from kvcatch.policy.settings import can_fire, settings_from
 
 logger = init_logger("vllm.kvcatch.scheduler")
+
+
+class GovernedQueue(GovernedLine, RequestQueue):  # type: ignore[misc]
+    """The line as the type that vLLM expects."""
 
 
 def _info(scheduler: Any) -> EngineInfo:
@@ -96,13 +101,7 @@ class _Governed:
         pilot = self._kvcatch
         if pilot is None or pilot.failed:
             return super().schedule(*args, **kwargs)  # type: ignore[misc]
-        pilot.begin()
-        try:
-            output = super().schedule(*args, **kwargs)  # type: ignore[misc]
-        finally:
-            pilot.live = False
-        pilot.end(output)
-        return output
+        return pilot.run(functools.partial(super().schedule, *args, **kwargs))  # type: ignore[misc]
 
     def update_from_output(self, *args: Any, **kwargs: Any) -> Any:
         """vLLM's own, then an error for each request that can never fit."""

@@ -72,12 +72,15 @@ class Request:
         *,
         arrival_time: float = 0.0,
         extra_args: dict[str, Any] | None = None,
+        stops_after: int | None = None,
     ) -> None:
+        """stops_after: output tokens at which the model ends by itself, None when only ``max_tokens`` ends it."""
         self.request_id = request_id
         self.num_prompt_tokens = num_prompt_tokens
         self.num_output_tokens = 0
         self.num_computed_tokens = 0
         self.max_tokens = max_tokens
+        self.stops_after = max_tokens if stops_after is None else stops_after
         self.block_hashes = list(block_hashes)
         self.arrival_time = arrival_time
         self.sampling_params = SamplingParams(max_tokens, extra_args)
@@ -155,6 +158,18 @@ class WaitingQueue(deque[Request]):
         """Put a preempted request in front."""
         self.appendleft(request)
 
+    def peek_request(self) -> Request:
+        """Who is next."""
+        return self[0]
+
+    def pop_request(self) -> Request:
+        """Take out who is next."""
+        return self.popleft()
+
+    def remove_request(self, request: Request) -> None:
+        """Take out one request."""
+        self.remove(request)
+
 
 class GroupManager:
     """Blocks held by each request in one KV group (full attention)."""
@@ -172,6 +187,27 @@ class Coordinator:
     def __init__(self, manager: GroupManager) -> None:
         self.single_type_managers = (manager,)
 
+    def find_longest_cache_hit(
+        self, block_hashes: Sequence[bytes], max_cache_hit_length: int
+    ) -> tuple[tuple[list[Block]], int]:
+        """Cached blocks of the longest prefix of at most so many tokens, per group, and their tokens."""
+        (manager,) = self.single_type_managers
+        hit: list[Block] = []
+        for block_hash in itertools.islice(block_hashes, max_cache_hit_length // manager.block_size):
+            block = manager.block_pool.get_cached_block(block_hash)
+            if block is None:
+                break
+            hit.append(block)
+        return (hit,), len(hit) * manager.block_size
+
+    def get_num_blocks_to_allocate(
+        self, request_id: str, num_tokens: int, new_computed_blocks: tuple[Sequence[Block]]
+    ) -> int:
+        """Blocks out of the free queue for a request to hold ``num_tokens`` tokens, its idle hits included."""
+        (manager,), (hit,) = self.single_type_managers, new_computed_blocks
+        have = len(manager.req_to_blocks.get(request_id, ())) + len(hit)
+        return max(_ceil(num_tokens, manager.block_size) - have, 0) + sum(block.ref_cnt == 0 for block in hit)
+
 
 class KVCacheManager:
     """Looks up prefixes and allocates blocks for requests (vLLM 0.32, ``KVCacheManager``)."""
@@ -186,15 +222,9 @@ class KVCacheManager:
 
     def get_computed_blocks(self, request: Request) -> list[Block]:
         """The longest cached prefix that leaves at least the last token to compute."""
-        hit: list[Block] = []
-        if self.enable_caching:
-            for block_hash in itertools.islice(
-                request.block_hashes, (request.num_tokens - 1) // self.block_size
-            ):
-                block = self.block_pool.get_cached_block(block_hash)
-                if block is None:
-                    break
-                hit.append(block)
+        if not self.enable_caching:
+            return []
+        (hit,), _ = self.coordinator.find_longest_cache_hit(request.block_hashes, request.num_tokens - 1)
         return hit
 
     def allocate_slots(
@@ -210,20 +240,16 @@ class KVCacheManager:
 
         At admission the whole sequence must fit now, plus the watermark while other requests run.
         """
-        held = self.manager.req_to_blocks.get(request.request_id, [])
+        ask = self.coordinator.get_num_blocks_to_allocate
         computed = request.num_computed_tokens + len(hit) * self.block_size
-        evictable = sum(block.ref_cnt == 0 for block in hit)
-        have = len(held) + len(hit)
         reserve = self.watermark_blocks if admission and busy else 0
         free = self.block_pool.get_num_free_blocks()
-        if (
-            admission
-            and max(_ceil(request.num_tokens, self.block_size) - have, 0) + evictable + reserve > free
-        ):
+        if admission and ask(request.request_id, request.num_tokens, (hit,)) + reserve > free:
             return None
-        needed = max(_ceil(computed + num_new_tokens, self.block_size) - have, 0)
-        if needed + evictable + reserve > free:
+        needed = ask(request.request_id, computed + num_new_tokens, (hit,))
+        if needed + reserve > free:
             return None
+        needed -= sum(block.ref_cnt == 0 for block in hit)
         blocks = self.manager.req_to_blocks[request.request_id]
         if admission:
             if self.enable_caching:
@@ -336,8 +362,9 @@ class Scheduler:
             scheduled[request.request_id] = wanted
             budget -= wanted
             index += 1
-        while not preempted and self.waiting and budget > 0 and len(self.running) < self.max_num_running_reqs:
-            request = self.waiting[0]
+        # In vLLM's order: a queue that chooses is not asked in vain.
+        while not preempted and budget > 0 and self.waiting and len(self.running) < self.max_num_running_reqs:
+            request = self.waiting.peek_request()
             hit = self.kv_cache_manager.get_computed_blocks(request)
             hit_tokens = len(hit) * self.block_size
             wanted = min(request.num_tokens - hit_tokens, budget)
@@ -348,7 +375,7 @@ class Scheduler:
                 is None
             ):
                 break
-            self.waiting.popleft()
+            self.waiting.pop_request()
             self.running.append(request)
             request.num_computed_tokens = hit_tokens
             block_ids = self.kv_cache_manager.get_block_ids(request.request_id)
@@ -408,11 +435,12 @@ class Scheduler:
                 request.num_output_tokens += 1
                 while len(request.block_hashes) < request.num_tokens // self.block_size:
                     request.block_hashes.append(hash_of(request_id, len(request.block_hashes)))
-                if (
-                    request.num_output_tokens >= request.max_tokens
-                    or request.num_tokens >= self.max_model_len
-                ):
-                    request.status = RequestStatus.FINISHED_LENGTH_CAPPED
+                made, most = request.num_output_tokens, request.max_tokens
+                capped = made >= most or request.num_tokens >= self.max_model_len
+                if capped or made >= request.stops_after:
+                    request.status = (
+                        RequestStatus.FINISHED_LENGTH_CAPPED if capped else RequestStatus.FINISHED_STOPPED
+                    )
                     ended.append(request)
                     break
         for request in ended:
@@ -431,7 +459,7 @@ class Scheduler:
         if request in self.running:
             self.running.remove(request)
         elif request in self.waiting:
-            self.waiting.remove(request)
+            self.waiting.remove_request(request)
         self.finished_req_ids.add(request.request_id)
         self.kv_cache_manager.free(request)
         del self.requests[request.request_id]

@@ -12,6 +12,7 @@ import numpy.typing as npt
 from kvcatch.errors import KVCatchError
 from kvcatch.results import Result
 from kvcatch.simulator import batching as kernel
+from kvcatch.simulator.cost import StepCost
 from kvcatch.simulator.whatif import TenantHits, tenant_hits
 from kvcatch.simulator.workers import Workers, run_all
 from kvcatch.workload import BlockView, Workload
@@ -19,30 +20,12 @@ from kvcatch.workload import BlockView, Workload
 Array = npt.NDArray[Any]
 
 
-class StepCost(msgspec.Struct, frozen=True, kw_only=True):
-    """Seconds of one step: the sum of what it computes.
-
-    fixed: every step. per_prefill_token, per_decode: each token of a prompt, each decoding request.
-    per_context_token: each cached token that a decoding request reads. per_attention: each pair of a prompt token
-    and a token before it. The defaults are of the order of an 8-billion-parameter model on one large card.
-    """
-
-    fixed: float = 0.007
-    per_prefill_token: float = 25e-6
-    per_decode: float = 0.1e-3
-    per_context_token: float = 0.0
-    per_attention: float = 0.0
-
-    def array(self) -> Array:
-        """The five numbers in the kernel's order."""
-        return np.array(msgspec.structs.astuple(self), np.float64)
-
-
 class EngineSettings(msgspec.Struct, frozen=True, kw_only=True):
     """The engine as vLLM's flags name it. num_blocks counts the null block.
 
     append_all and reserve_full_prompt=False: the free queue and the admission of vLLM 0.12. priorities: tenant -> number,
     the smallest first, tenants left out at 0 (vLLM's ``--scheduling-policy priority``); None: first come, first served.
+    scheduler: ``stock``, or a mode of kvcatch's scheduler, which ``kvcatch.control.rehearsal.serve_governed`` runs.
     """
 
     num_blocks: int
@@ -55,6 +38,7 @@ class EngineSettings(msgspec.Struct, frozen=True, kw_only=True):
     append_all: bool = False
     reserve_full_prompt: bool = True
     priorities: dict[str, int] | None = None
+    scheduler: str = "stock"
     cost: StepCost = StepCost()
 
 
@@ -69,6 +53,7 @@ class EngineSimulation(Result, frozen=True):
     max_num_batched_tokens: int
     watermark: float
     scheduling: str
+    scheduler: str
     requests: int
     rejected_requests: int
     queried_tokens: int
@@ -90,6 +75,9 @@ class EngineSimulation(Result, frozen=True):
     duration_seconds: float
     output_tokens_per_second: float | None
     ttft_seconds: dict[str, float]
+    ttft_short_seconds: dict[str, float]
+    ttft_long_seconds: dict[str, float]
+    long_prompt_tokens: int
     queue_seconds: dict[str, float]
     tpot_seconds: dict[str, float]
     tenants: tuple[TenantHits, ...] = ()
@@ -108,20 +96,32 @@ class Served(msgspec.Struct, frozen=True):
     log: Any
 
 
+#: runs an engine over a workload: the fast stock engine, or another scheduler in plain Python
+Server = Callable[[Workload, EngineSettings, BlockView], Served]
+
+
+def lengths(workload: Workload, settings: EngineSettings) -> tuple[Array, Array]:
+    """Output tokens of each request on this engine, and whether the pool can ever hold it."""
+    output = np.maximum(workload.output_tokens, 1)
+    if settings.max_model_len is not None:
+        output = np.minimum(output, settings.max_model_len - workload.prompt_tokens)
+    room = -(-(workload.prompt_tokens + output - 1) // settings.block_size)
+    return output, (room <= settings.num_blocks - 1) & (output > 0)
+
+
 def serve(
-    workload: Workload, settings: EngineSettings, *, view: BlockView | None = None, log_steps: int = 0
+    workload: Workload, settings: EngineSettings, view: BlockView | None = None, *, log_steps: int = 0
 ) -> Served:
     """Run the engine. ``log_steps``: rows of ``batching.LOG_*`` to keep. Raises KVCatchError for bad settings."""
-    _check(settings)
+    check(settings)
+    if settings.scheduler != "stock":
+        raise KVCatchError(f"no scheduler {settings.scheduler!r} here.", "Give the server that runs it.")
     size = settings.block_size
     view = view or workload.blocks(size)
     prompt = workload.prompt_tokens
-    output = np.maximum(workload.output_tokens, 1)
-    if settings.max_model_len is not None:
-        output = np.minimum(output, settings.max_model_len - prompt)
+    output, fits = lengths(workload, settings)
     tokens = prompt + output - 1
     room = -(-tokens // size)
-    fits = (room <= settings.num_blocks - 1) & (output > 0)
     whole = prompt // size
     made = np.where(fits, tokens // size - whole + 1, 0)
     generated = view.num_ids + np.concatenate(([0], np.cumsum(made)))
@@ -163,12 +163,27 @@ def _priority(workload: Workload, settings: EngineSettings, fits: Array) -> Arra
     return found
 
 
+def longest_request(workload: Workload, settings: EngineSettings) -> int:
+    """Tokens of the context, or where no limit is set of the longest request that was asked for and fits."""
+    if settings.max_model_len is not None:
+        return settings.max_model_len
+    output, fits = lengths(workload, settings)
+    limit = output if workload.max_tokens is None else np.maximum(workload.max_tokens, output)
+    return int((workload.prompt_tokens + limit)[fits].max(initial=1))
+
+
+def long_prompt_tokens(workload: Workload, settings: EngineSettings) -> int:
+    """Prompts of more tokens are long, as for kvcatch's scheduler: a quarter of the context, a sixteenth of the pool."""
+    share = (settings.num_blocks - 1) // 16 * settings.block_size
+    return max(1, min(share, longest_request(workload, settings) // 4))
+
+
 def simulate_engine(
-    workload: Workload, settings: EngineSettings, *, view: BlockView | None = None
+    workload: Workload, settings: EngineSettings, *, view: BlockView | None = None, server: Server = serve
 ) -> EngineSimulation:
     """Run the engine and sum up. Raises KVCatchError for bad settings or when no request fits."""
     view = view or workload.blocks(settings.block_size)
-    served = serve(workload, settings, view=view)
+    served = server(workload, settings, view)
     fits = served.cached_tokens >= 0
     if not fits.any():
         raise KVCatchError(
@@ -183,6 +198,9 @@ def simulate_engine(
     totals = served.totals
     slots = int(totals[kernel.BLOCK_STEPS]) * settings.block_size
     several = output > 1
+    ttft = first - arrival
+    border = long_prompt_tokens(workload, settings)
+    long = workload.prompt_tokens[fits] > border
     duration = float(finished.max() - arrival[0])
     peak = int(totals[kernel.PEAK_ACTIVE])
     return EngineSimulation(
@@ -194,6 +212,7 @@ def simulate_engine(
         max_num_batched_tokens=settings.max_num_batched_tokens,
         watermark=settings.watermark,
         scheduling="fcfs" if settings.priorities is None else "priority",
+        scheduler=settings.scheduler,
         requests=len(workload),
         rejected_requests=int((~fits).sum()),
         queried_tokens=queried,
@@ -214,7 +233,10 @@ def simulate_engine(
         steps=int(totals[kernel.STEPS]),
         duration_seconds=duration,
         output_tokens_per_second=int(output.sum()) / duration if duration > 0 else None,
-        ttft_seconds=summary(first - arrival),
+        ttft_seconds=summary(ttft),
+        ttft_short_seconds=summary(ttft[~long]),
+        ttft_long_seconds=summary(ttft[long]),
+        long_prompt_tokens=border,
         queue_seconds=summary(served.scheduled[fits] - arrival),
         tpot_seconds=summary(((finished - first)[several]) / (output[several] - 1)),
         tenants=tenant_hits(
@@ -229,29 +251,32 @@ def sweep_engine(
     *,
     workers: Workers | None = None,
     progress: Callable[[int, int], None] | None = None,
+    server: Server = serve,
 ) -> list[EngineSimulation]:
     """Every setting, in the order given, by ``workers`` (default: this thread)."""
     views = {size: workload.blocks(size) for size in {settings.block_size for settings in grid}}
-    return run_all(_cell, (workload, views), grid, workers or Workers(), progress)
+    return run_all(_cell, (workload, views, server), grid, workers or Workers(), progress)
 
 
-def _cell(shared: tuple[Workload, dict[int, BlockView]], settings: EngineSettings) -> EngineSimulation:
-    workload, views = shared
-    return simulate_engine(workload, settings, view=views[settings.block_size])
+def _cell(
+    shared: tuple[Workload, dict[int, BlockView], Server], settings: EngineSettings
+) -> EngineSimulation:
+    workload, views, server = shared
+    return simulate_engine(workload, settings, view=views[settings.block_size], server=server)
 
 
 def summary(seconds: Array) -> dict[str, float]:
-    """mean, p50, p90, p99 and max; empty without values."""
+    """mean, p50, p90, p95, p99 and max; empty without values."""
     if not len(seconds):
         return {}
-    p50, p90, p99 = np.percentile(seconds, (50, 90, 99))
-    return {
-        "mean": float(seconds.mean()), "p50": float(p50), "p90": float(p90), "p99": float(p99),
-        "max": float(seconds.max()),
-    }  # fmt: skip
+    found = {"mean": float(seconds.mean())}
+    for part in (50, 90, 95, 99):
+        found[f"p{part}"] = float(np.percentile(seconds, part))
+    return {**found, "max": float(seconds.max())}
 
 
-def _check(settings: EngineSettings) -> None:
+def check(settings: EngineSettings) -> None:
+    """Raises KVCatchError for a setting that no engine has."""
     for name, least in (
         ("num_blocks", 2),
         ("block_size", 1),

@@ -8,7 +8,8 @@ import numpy.typing as npt
 
 from kvcatch.errors import KVCatchError
 from kvcatch.results import Result
-from kvcatch.simulator.engine import EngineSettings, StepCost, serve
+from kvcatch.simulator.cost import StepCost
+from kvcatch.simulator.engine import EngineSettings, serve
 from kvcatch.workload import Workload
 
 Seconds = npt.NDArray[np.float64]

@@ -29,6 +29,7 @@ class _Request:
     prompt: int
     tenant: str
     known: bool
+    max_tokens: int
     frontend: int = 0
     hashes: list[str] = field(default_factory=list)
     cached: int = 0
@@ -86,6 +87,7 @@ def workload_of(capture: Capture, *, client_times: bool = False) -> tuple[Worklo
                 if len(named) == request.prompt // size
                 else (),
                 "tenant": request.tenant,
+                "max_tokens": request.max_tokens,
             }
         )
     start = ended[0].arrival
@@ -125,6 +127,7 @@ def _collect(capture: Capture) -> dict[int, _Request]:
                 prompt=event["prompt_tokens"],
                 tenant=event["tags"].get("tenant", ""),
                 known=event["num_hashes"] is not None,
+                max_tokens=event.get("max_tokens") or 0,
                 frontend=event.get("frontend_ns", 0),
             )
             continue

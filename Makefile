@@ -37,7 +37,7 @@ test-fast: $(VENV)/.dev system
 	$(PY) -m pytest
 
 test-engine: $(VENV)/.dev engine
-	$(EPY) -m pytest tests/engine
+	$(EPY) -m pytest tests/engine --durations=30
 
 system: $(VENV)/.dev
 	$(PY) tools/system_packages.py

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from engine.support import env
+from engine.support.hardware import FP8_CACHE, needs_fp8_cache
 from engine.support.server import Server, engine_lock, server
 from kvcatch.cli.main import main
 from kvcatch.quality.corpus import shipped
@@ -54,7 +55,8 @@ def arms(tmp_path_factory, smollm2_model: Path) -> Callable[[str], tuple[Work, A
     def of(name: str) -> tuple[Work, Arm, list[Floor]]:
         if name not in done:
             with engine_lock():
-                for one in ("auto", "e4m3", "e5m2", "one layer") if not done else (name,):
+                usual = ("auto", "e4m3", "e5m2", "one layer") if FP8_CACHE else ("auto",)
+                for one in usual if not done else (name,):
                     run(one)
         return done[name]
 
@@ -106,6 +108,7 @@ def test_the_reference_against_itself_is_exactly_zero(arms):
     assert found.first_divergences == (None, None)
 
 
+@needs_fp8_cache
 def test_e4m3_is_seen_in_one_document_of_512_tokens(arms):
     found = verdict(arms, "e4m3", documents=1)
     check = found.check("kl_mean")
@@ -117,6 +120,7 @@ def test_e4m3_is_seen_in_one_document_of_512_tokens(arms):
     assert found.check("perplexity_ratio").value == pytest.approx(1.0, abs=0.05)
 
 
+@needs_fp8_cache
 def test_e5m2_is_worse_than_e4m3_and_fails(arms):
     four, five = verdict(arms, "e4m3"), verdict(arms, "e5m2")
     assert five.check("kl_mean").low > four.check("kl_mean").high
@@ -131,6 +135,7 @@ def emulator(smollm2_model: Path) -> Emulator:
 
 
 @pytest.mark.soak  # minutes on two cores
+@needs_fp8_cache
 def test_a_broken_layer_is_named_from_160_tokens(arms, emulator):
     ids, head = beginning(arms)
     faulty = locate(emulator, ids, head("auto"), {"e5m2": head("e5m2"), "e4m3": head("one layer")}, 20, quiet)
@@ -143,6 +148,7 @@ def test_a_broken_layer_is_named_from_160_tokens(arms, emulator):
 
 
 @pytest.mark.soak
+@needs_fp8_cache
 def test_the_emulator_reproduces_both_formats_and_blames_layers(arms, emulator):
     ids, head = beginning(arms)
     healthy = locate(
@@ -158,6 +164,7 @@ def test_the_emulator_reproduces_both_formats_and_blames_layers(arms, emulator):
 
 
 @pytest.mark.soak
+@needs_fp8_cache
 def test_a_broken_scale_and_a_lost_decode_scale_fail(arms):
     whole = verdict(arms, "all layers")
     assert whole.verdict == "fail"
@@ -187,6 +194,7 @@ def test_twenty_self_comparisons_on_two_engines_are_exactly_zero(tmp_path, smoll
 
 
 @pytest.mark.soak
+@needs_fp8_cache
 def test_the_whole_verb_starts_the_engines_and_locates(tmp_path, smollm2_model, capsys, monkeypatch):
     for name, value in env.environment().items():
         monkeypatch.setenv(name, value)

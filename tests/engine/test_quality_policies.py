@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.support import env
+from engine.support.hardware import needs_fp8_cache
 from kvcatch.quality.corpus import shipped
 from kvcatch.quality.eviction import Reader, cases, judge, stored_bytes, thin
 from kvcatch.quality.formats import FORMATS, stored
@@ -60,6 +61,7 @@ def test_storing_twice_changes_nothing_more(seed, form):
     assert torch.allclose(stored(once, form), once, atol=1e-6)
 
 
+@needs_fp8_cache
 def test_the_engines_own_cache_rounds_towards_zero():
     code = (
         "import torch\nfrom vllm import _custom_ops as ops\nimport vllm._C\n"

@@ -10,6 +10,7 @@ import pytest
 
 import kvcatch
 from engine.support import observed
+from engine.support.hardware import needs_fp8_cache
 from engine.support.offline import Job, offline
 from kvcatch.store.replay import Replay
 
@@ -26,6 +27,7 @@ LAYOUTS: dict[str, tuple[str, dict[str, Any], list[tuple[str, int, int | None]],
     "alternating": ("alternating_model", {}, [("full", 2, None), ("sliding", 2, 128)], BF16_PAGE),
     "fp8": ("tiny_model", {"kv_cache_dtype": "fp8"}, [("full", 4, None)], FP8_PAGE),
 }
+POSSIBLE = [pytest.param(name, marks=needs_fp8_cache if name == "fp8" else ()) for name in LAYOUTS]
 
 
 @pytest.fixture(scope="session")
@@ -46,7 +48,7 @@ def runs(
     return of
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("name", POSSIBLE)
 def test_groups_and_bytes(runs: Callable[[str], tuple[Path, dict[str, Any]]], name: str) -> None:
     folder, said = runs(name)
     _, _, groups, page = LAYOUTS[name]
@@ -66,7 +68,7 @@ def test_groups_and_bytes(runs: Callable[[str], tuple[Path, dict[str, Any]]], na
     capture.close()
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("name", POSSIBLE)
 def test_every_step_equals_the_observer(
     runs: Callable[[str], tuple[Path, dict[str, Any]]], name: str
 ) -> None:

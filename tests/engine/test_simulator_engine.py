@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from engine.support.hardware import needs_fp8_cache
 from engine.support.offline import Job, offline
 from kvcatch.simulator.engine import EngineSettings, simulate_engine
 from kvcatch.sources.captured import Measured, workload_of
@@ -59,7 +60,9 @@ def recorded(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Work
     return dataclasses.replace(workload, arrival_seconds=np.where(second, 1e6, 0.0))
 
 
-@pytest.mark.parametrize("other", OTHERS)
+@pytest.mark.parametrize(
+    "other", [pytest.param(name, marks=needs_fp8_cache if name == "fp8" else ()) for name in OTHERS]
+)
 def test_other_settings_do_what_was_predicted(
     recorded: Workload, tiny_model: Path, tmp_path: Path, other: str
 ) -> None:

@@ -70,9 +70,11 @@ def test_the_child_is_asked_to_record_and_allowed_to(environment: dict[str, str]
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 def test_signals_are_forwarded(environment: dict[str, str], number: signal.Signals) -> None:
+    # Blocked before it says ready, so that the signal cannot come between a check and a wait.
     script = "import signal, sys\n"
-    script += f"signal.signal({int(number)}, lambda *_: (print('got it', flush=True), sys.exit(5)))\n"
-    script += "print('ready', flush=True)\nwhile True: signal.pause()\n"
+    script += f"signal.pthread_sigmask(signal.SIG_BLOCK, {{{int(number)}}})\n"
+    script += f"print('ready', flush=True)\nsignal.sigwait({{{int(number)}}})\n"
+    script += "print('got it', flush=True)\nsys.exit(5)\n"
     child = subprocess.Popen(
         [*RUN, "--", sys.executable, "-c", script], env=environment, stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL, text=True, start_new_session=True,

@@ -158,6 +158,13 @@ ENGINE_SERIES: tuple[EngineSeries, ...] = (
         check="number",
         names=("vllm_request_generation_tokens", "sglang_generation_tokens_histogram"),
     ),
+    EngineSeries(quantity="drafts", kind="counter", check="count", names=("vllm_spec_decode_num_drafts",)),
+    EngineSeries(
+        quantity="block_lifetime",
+        kind="histogram",
+        check="seconds",
+        names=("vllm_kv_block_lifetime_seconds",),
+    ),
     EngineSeries(
         quantity="config",
         kind="gauge",

@@ -151,7 +151,7 @@ def compare(
         only_b=only_b,
         restore_flags=tuple(row.restore for row in changed if row.restore),
         metrics=tuple(metrics),
-        findings=explain(metrics_known, changed),
+        findings=explain(metrics_known, changed, (a.info, b.info)),
         notes=(*a.notes, *b.notes, *_notes(alike, measured, metrics)),
     )
 

@@ -171,6 +171,11 @@ def from_pages(case: Case) -> Side:
     for name, histogram in histograms.items():
         if (mean := _mean(histogram)) is not None:
             side.estimates[f"{name}_seconds"] = mean
+    for name in ("prompt", "generation"):
+        whole, old = (getattr(page, f"request_{name}_tokens") for page in (last, first))
+        size = _mean(whole if first is last else frames.grown(old, whole))
+        if size is not None:
+            side.estimates["prompt_tokens" if name == "prompt" else "output_tokens"] = size
     ended = histograms["e2e"] or histograms["ttft"]
     count = ended.observations if ended is not None else 0.0
     side.requests = int(count) or None

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 import msgspec
 
 from kvcatch.analysis import rules_hold as hold
+from kvcatch.analysis import rules_hybrid as hybrid
 from kvcatch.analysis import rules_load as load
 from kvcatch.analysis import rules_memory as memory
 from kvcatch.analysis import rules_prefix as prefix
@@ -66,21 +67,27 @@ CHECKS: tuple[tuple[tuple[str, ...], Check, Callable[[Case], bool]], ...] = (
     (("KVC110",), memory.start_refused, lambda case: case.log is not None),
     (("KVC111",), memory.profile_disturbed, lambda case: case.log is not None),
     (("KVC201",), prefix.shorter_than_block, lambda case: bool(case.block_size or (case.log and case.log.attention_block))),
+    (("KVC201",), hybrid.hits_need_company, lambda case: case.series is not None),
+    (("KVC201",), hybrid.draft_gives_back, lambda case: case.pages is not None),
     (("KVC205",), prefix.caching_off, lambda case: case.info.prefix_caching is not None),
     (("KVC207",), prefix.untrustworthy, lambda case: case.pages is not None or case.log is not None),
     (("KVC208",), prefix.seed_mismatch, lambda case: case.log is not None),
     (("KVC301",), shape.internal_fragmentation, lambda case: _has(case, "filled") or
      case.moment.efficiency.internal_fragmentation_ratio is not None),
     (("KVC302",), shape.state_pinned, lambda case: bool(case.info.groups)),
+    (("KVC302",), hybrid.state_pages, lambda case: bool(case.info.groups or case.pages or (case.log and case.log.kv_tokens))),
     (("KVC303",), shape.padding_layers, lambda case: case.log is not None),
     (("KVC304",), shape.rank_imbalance, lambda case: case.log is not None or len(case.ranks) > 1),
     (("KVC501",), record.metric_missing, lambda case: case.pages is not None),
     (("KVC502",), record.metric_stuck, lambda case: case.pages is not None and case.series is not None),
     (("KVC503",), record.capture_loss, lambda case: case.kind in ("recording", "moment")),
+    (("KVC504",), record.lifetimes_polluted, lambda case: case.log is not None or
+     bool(case.pages and case.pages[1].block_lifetime)),
 )  # fmt: skip
 
 #: checks that compare engines with each other
 ACROSS: tuple[tuple[str, Callable[[Sequence[Case], Limits], Iterator[Finding]]], ...] = (
+    ("KVC201", hybrid.hits_need_company_across),
     ("KVC209", prefix.unit_mismatch),
     ("KVC305", shape.engines_uneven),
 )

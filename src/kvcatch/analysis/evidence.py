@@ -9,6 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvcatch.analysis.headroom import blocks_for
+from kvcatch.analysis.tenant_peaks import TenantPeak, while_blocked
 from kvcatch.events import EngineInfo
 from kvcatch.results import LossView, RankView, Snapshot
 from kvcatch.sources import frames
@@ -101,10 +102,12 @@ class Case:
     tenants: dict[str, tuple[float, float]] = field(
         default_factory=dict
     )  # share under pressure, worst moment
+    tenant_peaks: tuple[TenantPeak, ...] = ()
     preempted: Columns | None = None
     wall_offset: int = 0
     log: Failures | None = None
     pages: tuple[Reading, Reading] | None = None  # first and last of a scrape
+    readings: tuple[Reading, ...] = ()  # all of them, oldest first
     loss: LossView = field(default_factory=LossView)
     ranks: tuple[RankView, ...] = ()
     engine: str = "0"
@@ -355,7 +358,7 @@ def _one_page(capture: ScrapeCapture, start: int | None, stop: int | None) -> Ca
         engine=capture.engine_label,
     )
     if readings:
-        case.pages = (readings[0], readings[-1])
+        case.pages, case.readings = (readings[0], readings[-1]), tuple(readings)
     count = len(samples["unix_ns"])
     if count > 1:
         unix = samples["unix_ns"] / 1e9
@@ -373,6 +376,9 @@ def _one_page(capture: ScrapeCapture, start: int | None, stop: int | None) -> Ca
         }
         case.series = Series(unix, np.diff(unix, prepend=unix[0]), columns, steps=False)
         blocked_by_usage(case.series)
+        if capture.holdings is not None:
+            held = while_blocked(capture.holdings, unix, case.series.seconds, case.series.columns["blocked"])
+            case.tenants, case.tenant_peaks = held
     return case
 
 
@@ -429,7 +435,8 @@ def from_live(capture: Capture, snapshot: Snapshot, window_seconds: float) -> Ca
     start = int(((snapshot.unix_seconds or 0.0) - window_seconds) * 1e9)
     if isinstance(capture, ScrapeCapture):
         page = _one_page(capture, start, None)
-        case.series, case.pages, case.kind, case.info = page.series, page.pages, page.kind, page.info
+        case.series, case.pages, case.readings = page.series, page.pages, page.readings
+        case.kind, case.info = page.kind, page.info
         return case
     samples = capture.samples(start)
     if len(samples["unix_ns"]) > 1 and not any(

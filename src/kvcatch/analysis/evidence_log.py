@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import msgspec
 import numpy as np
 
 from kvcatch.analysis.evidence import Case, Floats, Series, blocked_by_usage
+from kvcatch.events import EngineInfo, KVGroup
 from kvcatch.sources.failures import Failures
 from kvcatch.sources.logs import LogCapture, LogRow
 
@@ -15,6 +17,7 @@ def from_log(
     capture: LogCapture, failures: Failures, start: int | None = None, stop: int | None = None
 ) -> list[Case]:
     """A case per engine of a log; without periodic lines one case with what it says at start."""
+    info = _with_groups(capture.info, failures)
     groups: dict[str, list[LogRow]] = {}
     for row in capture.rows:
         at = None if row.unix_seconds is None else row.unix_seconds * 1e9
@@ -25,13 +28,25 @@ def from_log(
     for engine, rows in sorted(groups.items()) or [("0", [])]:
         target = capture.target if len(groups) < 2 else f"{capture.target}#engine={engine}"
         case = Case(
-            target=target, kind="log", log=failures, info=capture.info, engine=engine, loss=capture.loss,
+            target=target, kind="log", log=failures, info=info, engine=engine, loss=capture.loss,
             moment=capture.snapshot(),
         )  # fmt: skip
         if rows:
             case.series = _log_series(rows)
         cases.append(case)
     return cases
+
+
+def _with_groups(info: EngineInfo, failures: Failures) -> EngineInfo:
+    """The block sizes of KV groups where the log prints them; smaller blocks than the largest are windows or states."""
+    sizes = failures.group_blocks
+    if len(sizes) < 2 or min(sizes) <= 0:
+        return info
+    largest = max(sizes)
+    groups = [
+        KVGroup(kind="full" if size == largest else "other", layers=0, block_size=size) for size in sizes
+    ]
+    return msgspec.structs.replace(info, groups=tuple(groups), block_size=info.block_size or largest)
 
 
 def _log_series(rows: Sequence[LogRow]) -> Series:

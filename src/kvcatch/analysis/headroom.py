@@ -47,6 +47,35 @@ def blocks_for(tokens: int, info: EngineInfo) -> int | None:
     return None if None in held else sum(block for block in held if block is not None)
 
 
+def least_blocks(tokens: int, info: EngineInfo) -> int:
+    """Blocks below which no request of ``tokens`` tokens can run: one for each group that is not modelled.
+
+    All groups take block numbers from the one pool, so small blocks of one group count like large ones of another.
+    """
+    return sum(group_demand(tokens, info))
+
+
+def group_demand(tokens: int, info: EngineInfo) -> tuple[int, ...]:
+    """``least_blocks`` group by group."""
+    groups = info.groups or (KVGroup(kind="full", layers=0, block_size=info.block_size),)
+    return tuple(_group_blocks(tokens, group, info) or 1 for group in groups)
+
+
+def longest_that_fits(info: EngineInfo) -> int | None:
+    """The most tokens of one request whose ``least_blocks`` the whole pool holds; None when sizes are unknown."""
+    sizes = [group.block_size for group in info.groups] or [info.block_size]
+    if not info.usable_blocks or min(sizes) <= 0:
+        return None
+    low, high = 0, info.usable_blocks * max(sizes)
+    while low < high:
+        middle = (low + high + 1) // 2
+        if least_blocks(middle, info) <= info.usable_blocks:
+            low = middle
+        else:
+            high = middle - 1
+    return low
+
+
 def _group_blocks(tokens: int, group: KVGroup, info: EngineInfo) -> int | None:
     if group.block_size <= 0:
         return None

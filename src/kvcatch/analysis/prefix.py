@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvcatch.analysis.prefix_reuse import NEVER, grouped, hits_at, needed_room
+from kvcatch.errors import KVCatchError
 from kvcatch.results import Result
 from kvcatch.workload import Workload
 
@@ -126,6 +127,8 @@ class PrefixReport(Result, frozen=True):
     order_window_seconds: float | None = None
     seconds_per_token: float | None = None
     notes: tuple[str, ...] = ()
+    unit_tokens: int | None = None  # between places where a hit can end, when more than a block
+    given_back_tokens: int = 0  # of a match, computed again for drafts
 
     def tokens(self, cause: str) -> int:
         """Tokens lost to a cause."""
@@ -168,6 +171,8 @@ class Lookups:
     hit: tokens found, None to simulate. engine, salt: groups that cannot share. stored, asked: of recordings, whose
     segments are blocks: when each block was there, and the step of each lookup. tail: tokens of each prompt whose
     identity is unknown (the recorded chain covers whole blocks only). unrecorded: prompts without a chain.
+    unit: tokens between places where a hit can end, None for every block. given_back: tokens at the end of a match
+    that are computed again (a block with EAGLE or MTP drafts).
     """
 
     workload: Workload
@@ -188,6 +193,23 @@ class Lookups:
     window_seconds: float = 60.0
     seconds_per_token: float | None = None
     notes: list[str] = field(default_factory=list)
+    unit: int | None = None
+    given_back: int = 0
+
+    def limit(self, unit: int | None, drafts: bool) -> None:
+        """Let hits end only every ``unit`` tokens, and with drafts a block earlier. Raises KVCatchError."""
+        if unit is not None and (unit < 1 or unit % self.block_size):
+            raise KVCatchError(
+                f"--hit-unit {unit} is no multiple of the block of {self.block_size} tokens.",
+                "cache_hit_alignment_tokens on the metrics page tells it (vLLM 0.32 and newer).",
+            )
+        self.unit, self.given_back = unit, self.block_size if drafts else 0
+
+    def reach(self, shared: Ints) -> Ints:
+        """Tokens that can hit when so many are shared and cached."""
+        whole = shared // self.block_size * self.block_size
+        unit = self.unit or self.block_size
+        return np.maximum(0, whole - self.given_back) // unit * unit
 
 
 @dataclass(eq=False)
@@ -235,14 +257,14 @@ def attribute(look: Lookups) -> Parts:
     elif not look.caching:
         hit = np.zeros(count, np.int64)
     elif group is None:
-        hit = hits_at(workload, size, look.usable)
+        hit = look.reach(hits_at(workload, size, look.usable))
     else:
-        hit = _hits_by_group(look, group)
+        hit = look.reach(_hits_by_group(look, group))
     # What was hit was shared, if with generated text that the prompts do not show.
     own, any_engine, anyone = (np.maximum(part, hit) for part in (own, any_engine, anyone))
     reusable = np.maximum(0, prompt - 1)
     whole, whole_any, whole_all = (
-        np.maximum(hit, np.minimum(part, reusable) // size * size) for part in (own, any_engine, anyone)
+        np.maximum(hit, look.reach(np.minimum(part, reusable))) for part in (own, any_engine, anyone)
     )
     whole_any = np.maximum(whole, whole_any)
     whole_all = np.maximum(whole_any, whole_all)
@@ -381,6 +403,8 @@ def explain(look: Lookups, target: str, source: str) -> tuple[PrefixReport, Part
         order_window_seconds=look.window_seconds if look.usable is not None else None,
         seconds_per_token=look.seconds_per_token,
         notes=tuple(look.notes),
+        unit_tokens=look.unit if look.unit != size else None,
+        given_back_tokens=look.given_back,
     )  # fmt: skip
     return report, parts
 

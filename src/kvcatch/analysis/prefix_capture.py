@@ -8,6 +8,7 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
+from kvcatch.analysis.layout_facts import draft_method, given_back, reuse_unit
 from kvcatch.analysis.prefix import Ints, Lookups, Stored
 from kvcatch.store import layout as L
 from kvcatch.store.chains import Chains
@@ -63,6 +64,8 @@ def lookups(
         window_seconds=window_seconds,
         seconds_per_token=prefill_seconds_per_token(recording),
         notes=notes,
+        unit=reuse_unit(info) if len(info.groups) > 1 else None,
+        given_back=given_back(info, draft_method(info)),
     )
     generated = _generated_hits(paths, rids, queried, look.hit, size)
     if generated:

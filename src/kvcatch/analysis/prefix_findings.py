@@ -1,4 +1,4 @@
-"""Findings of a prefix report: KVC202 to KVC204, KVC206 and KVC210."""
+"""Findings of a prefix report: KVC201 to KVC204, KVC206 and KVC210."""
 
 from __future__ import annotations
 
@@ -54,6 +54,9 @@ def findings(
         return usual
 
     least = limits.lost_share * queried
+    tokens, unit = lost("misaligned"), report.unit_tokens or report.block_size
+    if tokens >= least and unit >= limits.large_block_tokens:
+        yield _misaligned(report, tokens, severity(tokens))
     tokens = lost("diverged")
     if tokens >= least:
         yield _diverges(report, tokens, severity(tokens, "info" if report.source == "capture" else "warning"))
@@ -81,6 +84,33 @@ def findings(
             f"{human_ratio(report.hit_ratio)} is normal here",
             fact(f"{human_count(fresh)} of {human_count(queried)} tokens had never been seen", fresh, "tokens"),
         )  # fmt: skip
+
+
+def _misaligned(report: PrefixReport, tokens: int, severity: str) -> Finding:
+    queried, unit, back = (
+        report.queried_tokens,
+        report.unit_tokens or report.block_size,
+        report.given_back_tokens,
+    )
+    evidence = [
+        fact(f"{human_count(tokens)} tokens ({human_ratio(tokens / queried)} of all prompt tokens) are shared and end "
+             f"between two borders of {human_count(unit)} tokens", tokens, "tokens"),
+        fact(f"{human_count(report.hit_tokens)} tokens hit", report.hit_tokens, "tokens"),
+    ]  # fmt: skip
+    cause = remedy = ""
+    if back:
+        evidence.append(
+            fact(f"a match of n tokens hits floor((n - {human_count(back)}) / {human_count(unit)}) x {human_count(unit)}",
+                 unit, "tokens")
+        )  # fmt: skip
+        cause = ("EAGLE and MTP drafts compute the last matched block again, and what is left is cut down to a border "
+                 "that all KV groups share.")  # fmt: skip
+        remedy = (
+            f"Lengthen the shared part by {human_count(back)} tokens or more, make the unit smaller (--block-size, "
+            "--prefix-match-unit on hybrids), or drop the drafts where reuse matters more."
+        )
+    title = f"{human_ratio(tokens / queried, 0)} of all prompt tokens are shared but short of a unit of {human_count(unit)}"
+    return found("KVC201", severity, title, *evidence, cause=cause, remedy=remedy)
 
 
 def _evicted(report: PrefixReport, tokens: int, severity: str) -> Finding:

@@ -128,12 +128,18 @@ def explain_words(
     window_seconds: float = 60.0,
     tenant_key: str = "",
     seconds_per_token: float | None = None,
+    unit: int | None = None,
+    drafts: bool = False,
 ) -> PrefixReport:
-    """The report of a request log whose prompts are known, with changing characters and rewrites."""
+    """The report of a request log whose prompts are known, with changing characters and rewrites.
+
+    Raises KVCatchError when ``unit`` is no multiple of the block.
+    """
     index = Index()
     comparisons = [index.compare(text) for text in words.texts]
     look = _lookups(records, words.tokens, block_size, usable, window_seconds, tenant_key)
     look.seconds_per_token = seconds_per_token
+    look.limit(unit, drafts)
     look.diverged = _diverged(words, comparisons)
     if words.note:
         look.notes.append(words.note)
@@ -232,7 +238,7 @@ def _rewrites(
     """Each proposed move, run through the same pool as before."""
     result = []
     simulated = (
-        int(hits_at(look.workload, look.block_size, look.usable).sum())
+        int(look.reach(hits_at(look.workload, look.block_size, look.usable)).sum())
         if look.salt is None and look.engine is None
         else before
     )
@@ -241,7 +247,7 @@ def _rewrites(
         count = sum(new != old for new, old in zip(changed, words.texts, strict=True))
         tokens = [_encoded(words, number, new) for number, new in enumerate(changed)]
         again = _lookups(records, tokens, look.block_size, look.usable, look.window_seconds, "")
-        after = int(hits_at(again.workload, look.block_size, look.usable).sum())
+        after = int(look.reach(hits_at(again.workload, look.block_size, look.usable)).sum())
         won = after - simulated
         if won <= 0:
             continue

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Iterator
 
 import numpy as np
 
 from kvcatch.analysis.evidence import Case, Holder, Series, increase
 from kvcatch.analysis.rules import fact, found
+from kvcatch.analysis.tenant_peaks import TenantPeak
 from kvcatch.analysis.thresholds import Limits
 from kvcatch.results import Finding
 from kvcatch.units import human_count, human_ratio, human_seconds
@@ -163,6 +165,10 @@ def block_hog(case: Case, limits: Limits) -> Iterator[Finding]:
         holder, impact = max(members, key=lambda pair: (len(pair[1]), pair[0].share))
         yield _hog(case, holder, impact, [other for other, _ in members if other is not holder], limits)
     named = set(groups)
+    for peak in case.tenant_peaks:
+        if peak.tenant not in named and _few_and_large(peak, limits):
+            named.add(peak.tenant)
+            yield _hog_tenant(case, peak, limits)
     if len(case.tenants) < 2:
         return
     tenant, (share, when) = max(case.tenants.items(), key=lambda item: item[1][0])
@@ -174,9 +180,54 @@ def block_hog(case: Case, limits: Limits) -> Iterator[Finding]:
     yield found(
         "KVC003", "warning", f"tenant {tenant} holds {share:.0%} of the pool while {human_count(waiting)} requests wait for blocks",
         fact(f"{share:.0%} of the usable blocks", share, "ratio"), fact("requests waiting for blocks", waiting, "requests"),
-        remedy=f"Give the tenant a limit of its own at the gateway: kvcatch gateway --tenant-share {tenant}={0.5:g}",
+        remedy=f"Give the tenant a limit of its own at the gateway: kvcatch gateway --tenant-share {shlex.quote(f'{tenant}={0.5:g}')}",
         tenant=tenant, unix_seconds=when or None,
     )  # fmt: skip
+
+
+def _few_and_large(peak: TenantPeak, limits: Limits) -> bool:
+    """A large share in few requests, each several times as large as those of the others."""
+    if peak.share < limits.hog_share or peak.tenant == "other" or not peak.running or not peak.others_running:
+        return False
+    usual = peak.others_blocks / peak.others_running
+    return peak.blocks / peak.running >= limits.hog_times_median * usual > 0
+
+
+def _hog_tenant(case: Case, peak: TenantPeak, limits: Limits) -> Finding:
+    """The hog where only its tenant is known."""
+    each = peak.blocks / (peak.running or 1)
+    waiting, preempted = _blocked_at(case, peak.unix), _preempted_around(case, peak.unix)
+    who = "requests without a tenant" if peak.tenant == "-" else f"tenant {peak.tenant}"
+    count = human_count(peak.running)
+    evidence = [
+        fact(f"{human_count(peak.blocks)} of {human_count(case.usable)} blocks in {count} running request"
+             f"{'' if peak.running == 1 else 's'} of this tenant", peak.blocks, "blocks"),
+        fact(f"{human_count(each)} blocks a request; those of other tenants hold "
+             f"{human_count(peak.others_blocks / (peak.others_running or 1))}", each, "blocks"),
+        fact(f"meanwhile {human_count(waiting)} requests waited for blocks", waiting, "requests"),
+    ]  # fmt: skip
+    if preempted >= 3:
+        evidence.append(fact(f"meanwhile {human_count(preempted)} preemptions", preempted, "preemptions"))
+    evidence.append(fact("which request it was no metric tells: a recording does (kvcatch run -- vllm ...)"))
+    limit = input_limit(case, limits)
+    command = (
+        f"kvcatch gateway --max-input-tokens {limit} --over-long reject --long-share 0.3 --long-concurrency 1"
+    )
+    if peak.tenant != "-":
+        command += f" --tenant-share {shlex.quote(f'{peak.tenant}={limits.hog_share:g}')}"
+    return found(
+        "KVC003", "critical" if peak.share >= 2 * limits.hog_share and preempted >= 3 else "warning",
+        f"{who} holds {peak.share:.0%} of the pool with {count} request{'' if peak.running == 1 else 's'}",
+        *evidence, remedy=command, tenant=peak.tenant, unix_seconds=peak.unix,
+    )  # fmt: skip
+
+
+def _preempted_around(case: Case, when: float) -> float:
+    """Preemptions within a minute of a moment."""
+    preempted = case.series.get("preemptions") if case.series is not None else None
+    if case.series is None or preempted is None:
+        return 0.0
+    return float(np.nansum(preempted[np.abs(case.series.unix - when) <= 60.0]))
 
 
 def _hog(

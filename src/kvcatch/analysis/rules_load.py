@@ -54,11 +54,8 @@ def kv_pressure(case: Case, limits: Limits) -> Iterator[Finding]:
     more, remedy = _what_fits(case)
     evidence += more
     if case.kind == "metrics":
-        evidence.append(
-            fact(
-                "which request or tenant holds them no metric tells: a recorder does (kvcatch run -- vllm ...)"
-            )
-        )
+        who = "which request holds" if case.tenants else "which request or tenant holds"
+        evidence.append(fact(f"{who} them no metric tells: a recorder does (kvcatch run -- vllm ...)"))
     yield found(
         "KVC001", severity, f"KV pressure: {human_count(float(blocked[worst]))} requests waited for blocks, "
         f"{human_ratio(float(np.nanmax(usage)), 0)} of the pool active", *evidence, remedy=remedy,

@@ -10,7 +10,9 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from kvcatch.analysis.evidence import Case, increase
+from kvcatch.analysis.layout_facts import drafting, given_back, reuse_unit, state_cache
 from kvcatch.analysis.rules import fact, found
+from kvcatch.analysis.rules_hybrid import state_pages
 from kvcatch.analysis.thresholds import Limits
 from kvcatch.results import Finding
 from kvcatch.units import human_count, human_ratio
@@ -18,11 +20,7 @@ from kvcatch.units import human_count, human_ratio
 
 def shorter_than_block(case: Case, limits: Limits) -> Iterator[Finding]:
     """KVC201: not one hit, and a block so large that shared beginnings are shorter."""
-    size = case.block_size
-    unit = (case.log.attention_block if case.log is not None else None) or size
-    groups = [group.block_size for group in case.info.groups]
-    if len(set(groups)) > 1:
-        unit = int(np.lcm.reduce(groups))
+    unit = reuse_unit(case.info, case.log) or case.block_size
     if not unit or unit < limits.large_block_tokens or case.info.prefix_caching is False:
         return
     queried, hits = _lookups(case)
@@ -30,15 +28,33 @@ def shorter_than_block(case: Case, limits: Limits) -> Iterator[Finding]:
         return
     if queried is None and not _prompts(case):
         return
-    evidence = [fact(f"the smallest reusable prefix is {human_count(unit)} tokens", unit, "tokens")]
+    method = drafting(case)
+    back, state = given_back(case.info, method), state_cache(case)
+    least = unit + back
+    evidence = [fact(f"the smallest reusable prefix is {human_count(least)} tokens", least, "tokens")]
+    if back:
+        evidence.append(
+            fact(
+                f"of them {human_count(back)} that EAGLE and MTP drafts ({method}) compute again",
+                back,
+                "tokens",
+            )
+        )
+    if state is not None and state.aligned and state.chunk and state.chunk > unit:
+        evidence.append(
+            fact(f"a state is kept only where a prefill chunk of at most {human_count(state.chunk)} tokens ends",
+                 state.chunk, "tokens")
+        )  # fmt: skip
     if queried is not None:
         evidence.append(fact(f"0 of {human_count(queried)} tokens looked up were found", 0, "tokens"))
     mean = _mean_prompt(case)
     if mean is not None:
         evidence.append(fact(f"the mean prompt has {human_count(mean)} tokens", mean, "tokens"))
+    # A few long prompts that fill the pool with states need not share anything.
+    severity = "info" if any(True for _ in state_pages(case, limits)) else "warning"
     yield found(
         "KVC201",
-        "warning",
+        severity,
         f"no prefix hit: only whole blocks of {human_count(unit)} tokens can be reused",
         *evidence,
     )

@@ -1,4 +1,4 @@
-"""Findings about the evidence itself: KVC501 to KVC503."""
+"""Findings about the evidence itself: KVC501 to KVC504."""
 
 from __future__ import annotations
 
@@ -7,10 +7,12 @@ from collections.abc import Iterator
 import numpy as np
 
 from kvcatch.analysis.evidence import Case
+from kvcatch.analysis.layout_facts import setting
 from kvcatch.analysis.rules import fact, found
 from kvcatch.analysis.thresholds import Limits
 from kvcatch.results import Finding
-from kvcatch.units import human_bytes, human_count
+from kvcatch.sources import frames
+from kvcatch.units import human_bytes, human_count, human_ratio, human_seconds
 
 #: what a page of a vLLM engine must tell, with the names it has had
 _EXPECTED = {
@@ -80,3 +82,46 @@ def capture_loss(case: Case, limits: Limits) -> Iterator[Finding]:
         )
     title = "recording stopped after an error in a hook" if loss.hook_errors else "the record has gaps"
     yield found("KVC503", "warning", title, *evidence)
+
+
+def lifetimes_polluted(case: Case, limits: Limits) -> Iterator[Finding]:
+    """KVC504: the engine's block lifetimes count blocks that never were in the prefix cache."""
+    if all(
+        setting(name, case.info, case.log) == "True" for name in ("kv_cache_metrics", "disable_log_stats")
+    ):
+        yield found(
+            "KVC504", "warning", "block lifetimes are collected and never taken: the engine's memory grows",
+            fact("--kv-cache-metrics together with --disable-log-stats"),
+            cause="Evictions are kept in a list that only the log statistics empty, and those are switched off.",
+            remedy="Leave out --kv-cache-metrics, or --disable-log-stats.",
+        )  # fmt: skip
+    page = case.pages[1] if case.pages is not None else None
+    seen = page.block_lifetime if page is not None else None
+    if page is None or seen is None or seen.observations < limits.lifetimes:
+        return
+    half = frames.quantile(seen, 0.5)
+    evidence = [
+        fact(f"{human_count(seen.observations)} block lifetimes recorded, half of them under {human_seconds(half)}",
+             half, "seconds"),
+    ]  # fmt: skip
+    size, usable = page.block_size, page.usable_blocks
+    if case.info.prefix_caching is False:
+        evidence.append(fact("prefix caching is off: none of these blocks was cached"))
+    elif size and usable and page.prompt_tokens is not None and page.generation_tokens is not None:
+        filled = (page.prompt_tokens - (page.hits or 0) + page.generation_tokens) / size
+        if filled < usable:
+            evidence.append(
+                fact(f"{human_count(filled)} blocks were filled so far and the pool has {human_count(usable)}: nothing "
+                     "cached can have been evicted yet", filled, "blocks")
+            )  # fmt: skip
+    sizes = [
+        part for part in (page.request_prompt_tokens, page.request_generation_tokens) if part is not None
+    ]
+    if size and sizes and sizes[0].observations:
+        tokens = sum(part.total for part in sizes) / sizes[0].observations
+        each = max(1, -(-int(tokens) // size))
+        evidence.append(
+            fact(f"about one block in {human_count(each)} is the last, partly filled one of a request and never cached "
+                 f"({human_ratio(1 / each, 0)})", 1 / each, "ratio")
+        )  # fmt: skip
+    yield found("KVC504", "info", "short block lifetimes on this page are not to be trusted", *evidence)

@@ -7,56 +7,83 @@ from collections.abc import Iterator
 import numpy as np
 
 from kvcatch.analysis.evidence import Case, Floats, Series
+from kvcatch.analysis.headroom import group_demand, least_blocks, longest_that_fits
 from kvcatch.analysis.rules import fact, found
 from kvcatch.analysis.rules_hold import named
 from kvcatch.analysis.thresholds import Limits
-from kvcatch.results import Finding
+from kvcatch.results import Evidence, Finding
 from kvcatch.units import human_count, human_ratio, human_seconds
 
 
 def request_never_fits(case: Case, limits: Limits) -> Iterator[Finding]:
     """KVC005: waiting > 0, running = 0, usage about 0; or a waiting request that needs more than the pool."""
     giant = _giant(case)
+    longest = _longest_prompt(case)
     if giant is not None:
         key, tenant, need, prompt = giant
         yield found(
             "KVC005", "critical", f"request {key} needs {human_count(need)} blocks, the pool has {human_count(case.usable)}",
             fact(f"{human_count(prompt)} prompt tokens need {human_count(need)} blocks", need, "blocks"),
-            fact("usable blocks", case.usable, "blocks"), request_id=key, tenant=tenant,
-            remedy=f"Abort it, and reject such prompts: kvcatch gateway --max-input-tokens "
-            f"{(case.usable or 1) * (case.block_size or 1) - 1} --over-long reject",
+            fact("usable blocks", case.usable, "blocks"), *_by_group(case, prompt), request_id=key, tenant=tenant,
+            remedy=f"Abort it, and reject such prompts: kvcatch gateway --max-input-tokens {longest or 1} --over-long reject",
         )  # fmt: skip
         return
     for waiting, seconds, when in _stuck(case, limits):
-        tokens = (case.usable or 0) * (case.block_size or 0)
         remedy = ""
-        if tokens:
+        if longest:
             remedy = (
-                f"Abort it, and reject at the gateway what cannot fit: kvcatch gateway --max-input-tokens {tokens - 1} "
+                f"Abort it, and reject at the gateway what cannot fit: kvcatch gateway --max-input-tokens {longest} "
                 "--over-long reject; or lower --max-model-len."
             )
         yield found(
-            "KVC005", "critical", f"{human_count(waiting)} requests wait while nothing runs and the pool is empty",
+            "KVC005", "critical", f"{human_count(waiting)} request{' waits' if waiting == 1 else 's wait'} while nothing runs and the pool is empty",
             fact("running requests", 0, "requests"), fact("waiting requests", waiting, "requests"),
             fact("for at least " + human_seconds(seconds) if seconds else "at this moment", seconds, "seconds"),
-            remedy=remedy, unix_seconds=when,
+            *_by_group(case, longest), remedy=remedy, unix_seconds=when,
         )  # fmt: skip
+
+
+def _longest_prompt(case: Case) -> int | None:
+    """The longest prompt that can run and still give one token; None when the pool is unknown."""
+    fits = longest_that_fits(case.info)
+    printed = str(case.info.config.get("kv_cache_size_tokens", ""))
+    if fits is None:
+        fits = (case.usable or 0) * (case.block_size or 0)
+    if printed.isdigit() and not case.info.groups:
+        # A page names no groups, but newer engines count them in this figure.
+        fits = min(fits, int(printed)) if fits else int(printed)
+    return fits - 1 if fits > 1 else None
+
+
+def _by_group(case: Case, tokens: int | None) -> list[Evidence]:
+    """What each KV group needs for so many tokens, where there are several: they share the pool's block numbers."""
+    groups = case.info.groups
+    if len(groups) < 2 or not tokens:
+        return []
+    need = group_demand(tokens, case.info)
+    parts = ", ".join(f"{human_count(count)} of {group.block_size} tokens ({group.kind})"
+                      for count, group in zip(need, groups, strict=True))  # fmt: skip
+    return [
+        fact(f"{human_count(tokens)} tokens take {human_count(sum(need))} block numbers of the one pool: {parts}",
+             sum(need), "blocks"),
+        fact("the limit is the number of blocks, not their memory", case.usable, "blocks"),
+    ]  # fmt: skip
 
 
 def _giant(case: Case) -> tuple[str, str, int, int] | None:
     """A waiting request whose prompt alone exceeds the pool."""
     table, rows = case.requests, case.rows
-    if table is not None and rows is not None and case.usable and case.block_size:
-        rows = rows[
-            (table.scheduled[rows] == 0) & (table.prompt_tokens[rows] > case.usable * case.block_size)
-        ]
+    fits = longest_that_fits(case.info)
+    if table is not None and rows is not None and fits is not None:
+        rows = rows[(table.scheduled[rows] == 0) & (table.prompt_tokens[rows] > fits)]
         for row in rows[:1]:
             name, tenant = named(case, int(table.rid[row]))
             prompt = int(table.prompt_tokens[row])
-            return name, tenant or "-", case.blocks_of(prompt) or -(-prompt // case.block_size), prompt
+            return name, tenant or "-", least_blocks(prompt, case.info), prompt
     for view in case.moment.requests:
-        need = case.blocks_of(view.prompt_tokens) if view.prompt_tokens and view.status == "waiting" else None
-        if need and case.usable and need > case.usable:
+        waits = view.prompt_tokens and view.status == "waiting" and fits is not None
+        if waits and (view.prompt_tokens or 0) > (fits or 0):
+            need = least_blocks(view.prompt_tokens or 0, case.info)
             return view.request_id, view.tags.get("tenant", "-"), need, view.prompt_tokens or 0
     return None
 

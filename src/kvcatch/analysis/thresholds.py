@@ -54,6 +54,10 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
     fragmentation_ratio: float = SHARED.fragmentation_warning_ratio
     fragmentation_usage: float = 0.5
     state_share: float = 0.25
+    #: of the used pool, in states that long prompts leave behind
+    state_page_share: float = 0.15
+    #: observations of a residency histogram before it says anything
+    lifetimes: int = 10
     rank_ratio: float = 0.10
     uneven_usage: float = 0.4
     uneven_running: float = 1.5

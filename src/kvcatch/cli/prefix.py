@@ -36,6 +36,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--block-size", type=int, metavar="N", help="tokens a block (default: the target's own, or 16)"
     )
     parser.add_argument(
+        "--hit-unit",
+        type=int,
+        metavar="N",
+        help="tokens between places where a hit can end, of a log (several KV groups: a multiple of the block)",
+    )
+    parser.add_argument(
+        "--drafts",
+        action="store_true",
+        help="EAGLE or MTP drafts, of a log: the last matched block is computed again",
+    )
+    parser.add_argument(
         "--tokenizer", metavar="FILE", help="tokenizer.json or the model's folder, for messages and text"
     )
     parser.add_argument(
@@ -174,6 +185,7 @@ def _report(group: Sequence[str | None], args: argparse.Namespace) -> PrefixRepo
         target, block_size=args.block_size, usable=_usable(args), window_seconds=window, tenant_key=args.tenant_key
     )  # fmt: skip
     look.seconds_per_token = 1 / args.prefill_rate if args.prefill_rate else None
+    look.limit(args.hit_unit, args.drafts)
     report, _ = explain(look, target, "log")
     return report
 
@@ -189,7 +201,7 @@ def _words(
     return explain_words(
         records, read_words(records, encode, template), target, source=source, block_size=args.block_size,
         usable=_usable(args), window_seconds=window, tenant_key=args.tenant_key,
-        seconds_per_token=1 / args.prefill_rate if args.prefill_rate else None,
+        seconds_per_token=1 / args.prefill_rate if args.prefill_rate else None, unit=args.hit_unit, drafts=args.drafts,
     )  # fmt: skip
 
 
@@ -212,7 +224,13 @@ def text(report: PrefixReport) -> str:
 
     pool = f"{human_count(report.num_blocks)} blocks" if report.num_blocks else "no limit of blocks"
     lines = [
-        f"{clean(report.target)}: {human_count(report.requests)} requests, blocks of {report.block_size} tokens, {pool}",
+        f"{clean(report.target)}: {human_count(report.requests)} requests, blocks of {report.block_size} tokens, {pool}"
+        + (f", hits in steps of {human_count(report.unit_tokens)}" if report.unit_tokens else "")
+        + (
+            f", {human_count(report.given_back_tokens)} of a match given back"
+            if report.given_back_tokens
+            else ""
+        ),
         (
             f"  looked up {human_count(report.queried_tokens)} tokens, hit {human_count(report.hit_tokens)} "
             f"({human_ratio(report.hit_ratio)}, {report.hits}), missed {human_count(report.missed_tokens)}"

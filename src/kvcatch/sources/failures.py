@@ -99,6 +99,10 @@ class Failures:
     preemptions: int | None = None
     swapping: bool = False
     attention_block: int | None = None
+    mamba_block: int | None = None  # tokens from one kept state to the next
+    mamba_mode: str | None = None
+    group_blocks: tuple[int, ...] = ()  # tokens of a block, KV group by KV group
+    speculative: str | None = None  # method of speculative decoding
     padding: tuple[int, float] | None = None
     multimodal: int | None = None
     random_seed: bool = False
@@ -203,9 +207,19 @@ _SIMPLE: tuple[tuple[re.Pattern[str], str, float], ...] = (
     (re.compile(r"non_torch_memory takes ([\d.]+) ?GiB"), "non_torch", _GIB),
     (re.compile(r"total_gpu_memory (?:\(|=)([\d.]+) ?GiB"), "total", _GIB),
     (re.compile(r"Setting attention block size to (\d+) tokens"), "attention_block", 1),
+    (re.compile(r"\bmamba[-_]block[-_]size['\"]?[=: ]+(\d+)"), "mamba_block", 1),
     (re.compile(r"total_num_cumulative_preemption=(\d+)"), "preemptions", 1),
     (re.compile(r"\bchunk_size['\"]?[=:] ?(\d+)"), "chunk_size", 1),
 )  # fmt: skip
+
+
+_WORDS: tuple[tuple[str, re.Pattern[str]], ...] = (
+    ("mamba_mode", re.compile(r"[Mm]amba[-_ ]cache[-_ ](?:mode|'(?=\w+' mode))(?: is set to|['\"]?[=:])?[ '\"]*(all|align|none)\b")),
+    ("speculative", re.compile(r"speculative[-_]config\W.{0,60}?method\W{1,6}(\w+)")),
+)  # fmt: skip
+_GROUPS = re.compile(r"group_block_sizes['\"]?[=:] ?[(\[]([\d, ]+)[)\]]")
+#: switches that count when they stand on a command line in the log
+_SWITCHES = ("kv_cache_metrics", "disable_log_stats")
 
 
 def _facts(log: Failures, line: str) -> None:
@@ -277,6 +291,16 @@ def _settings(log: Failures, line: str) -> None:
         match = re.search(rf"\b{name}=['\"]?([\w.]+)", line)
         if match:
             log.config[name] = match.group(1)
+    for name, pattern in _WORDS:
+        match = pattern.search(line)
+        if match:
+            setattr(log, name, match.group(1))
+    match = _GROUPS.search(line)
+    if match:
+        log.group_blocks = tuple(int(part) for part in re.findall(r"\d+", match.group(1)))
+    for flag in _SWITCHES:
+        if f"--{flag.replace('_', '-')}" in line:
+            log.args[flag] = True
     match = re.search(r"--(no-)?enable-prefix-caching", line)
     if match:
         log.args["enable_prefix_caching"] = match.group(1) is None

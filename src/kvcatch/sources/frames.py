@@ -14,10 +14,10 @@ _SUMS = (
     "running", "waiting", "waiting_for_blocks", "waiting_other", "usable_blocks", "active_blocks",
     "active_tokens", "queries", "hits", "preemptions", "prompt_tokens", "generation_tokens",
     "evicted_tokens", "generation_rate", "prompt_rate", "max_running", "load_bytes", "load_seconds", "store_bytes",
-    "store_seconds",
+    "store_seconds", "drafts",
 )  # fmt: skip
 _HISTOGRAMS = ("ttft", "tpot", "queue", "e2e", "request_prompt_tokens", "request_generation_tokens",
-               "remote_bytes", "remote_seconds")  # fmt: skip
+               "remote_bytes", "remote_seconds", "block_lifetime")  # fmt: skip
 #: counters that fall only when the engine was started again
 _COUNTERS = ("queries", "hits", "preemptions", "prompt_tokens", "generation_tokens")
 

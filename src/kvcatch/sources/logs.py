@@ -50,6 +50,7 @@ _FACTS: tuple[tuple[str, re.Pattern[str]], ...] = (
     ("version", re.compile(r"\(v(\d[\w.+]*)\) with config|\bversion (\d+\.[\w.+]+)\s*$")),
     ("model", re.compile(r"with config: model='([^']+)'|█.*\bmodel\s+(\S+)\s*$")),
     ("num_blocks", re.compile(r"# (?:GPU|CPU|HPU|XPU|\w+) blocks: (\d+)")),
+    ("num_blocks", re.compile(r"\bnum_(?:gpu_)?blocks['\"]?[=:] ?(\d+)")),
     ("num_blocks_override", re.compile(r"num_gpu_blocks_override'?[=:] ?(\d+)")),
     ("kv_cache_tokens", re.compile(r"\w+ KV cache size: ([\d,]+) tokens")),
     ("kv_cache_tokens", re.compile(r"KV Cache is allocated\. #tokens: (\d+)")),

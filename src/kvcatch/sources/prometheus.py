@@ -1,7 +1,8 @@
 """A past hour from Prometheus itself: ``prometheus:URL[?selector]`` as a capture of scraped pages.
 
 The engine's series are asked for through ``/api/v1/query_range`` and turned into one page per step, which
-then means exactly what a page scraped at that moment would have meant.
+then means exactly what a page scraped at that moment would have meant. Where kvcatch's own exporter is scraped by the
+same Prometheus, its series tell which tenants held the blocks.
 """
 
 from __future__ import annotations
@@ -9,12 +10,13 @@ from __future__ import annotations
 import json
 import math
 import time
+from contextlib import suppress
 from typing import Any
 from urllib.parse import quote, urlsplit
 
 from kvcatch.engine_series import ENGINE_SERIES
 from kvcatch.errors import KVCatchError
-from kvcatch.sources import fetch
+from kvcatch.sources import exported, fetch
 from kvcatch.sources.openmetrics import FAMILIES, Page, Series, canonical
 from kvcatch.sources.scrape import ScrapeCapture
 
@@ -53,7 +55,12 @@ def open_prometheus(
             f"{target}: no series of vLLM or SGLang in that span.",
             "Check the matchers and the time; kvcatch asks for vllm:* and sglang:*.",
         )
-    return ScrapeCapture(target, pages=pages_of(rows, _metadata(base)), keep=MAX_POINTS * 2)
+    capture = ScrapeCapture(target, pages=pages_of(rows, _metadata(base)), keep=MAX_POINTS * 2)
+    own = exported.matchers_for(matchers)
+    names = f'{{__name__=~"{"|".join(exported.NAMES)}"{"," + own if own else ""}}}'
+    with suppress(KVCatchError):  # only what more there is to know; the engine's series stand without it
+        capture.held_by(exported.holdings(_query_range(base, names, start, stop, step)))
+    return capture
 
 
 def _split(target: str) -> tuple[str, str]:

@@ -78,6 +78,8 @@ class Reading(msgspec.Struct, kw_only=True):
     e2e: Histogram | None = None
     request_prompt_tokens: Histogram | None = None
     request_generation_tokens: Histogram | None = None
+    drafts: int | None = None
+    block_lifetime: Histogram | None = None
     config: dict[str, str] = {}
     unknown: tuple[str, ...] = ()
     warnings: tuple[str, ...] = ()
@@ -140,6 +142,7 @@ def _reading(key: EngineKey, series: _Series, page: Page) -> Reading:
     _prefix(reading, values, used, page)
     for name in (
         "preemptions", "prompt_tokens", "generation_tokens", "evicted_tokens", "max_running", "load_bytes", "store_bytes",
+        "drafts",
     ):  # fmt: skip
         if name in values:
             setattr(reading, name, int(values[name]))

@@ -29,6 +29,7 @@ from kvcatch.results import (
     Snapshot,
 )
 from kvcatch.sources import frames, openmetrics, readings
+from kvcatch.sources.exported import Holdings, assign
 from kvcatch.sources.frames import Frame
 from kvcatch.sources.pages import beside, metrics_url, saved, scrape_once
 from kvcatch.sources.readings import EngineKey, Reading
@@ -71,6 +72,8 @@ class ScrapeCapture(Capture):
         self._num_rejected = 0
         self._details: dict[str, Any] = {}
         self._windows: dict[float, list[Reading]] = {}
+        self.holdings: Holdings | None = None
+        self._held: dict[EngineKey, Holdings] = {}
         self.take(pages)
 
     # -- reading ---------------------------------------------------------------------------------------
@@ -97,6 +100,12 @@ class ScrapeCapture(Capture):
         self._windows.clear()
         if self._frames:
             self._describe(self._newest())
+
+    def held_by(self, found: Sequence[Holdings]) -> None:
+        """Take in who held the blocks of these engines, from another source over the same time."""
+        keys = sorted({key for frame in self._frames for key in frame})
+        self._held = assign(found, keys)
+        self.holdings = self._held.get(keys[0]) if len(keys) == 1 else None
 
     def describe(self, **details: Any) -> None:
         """Facts from beside the page: ``engine_version``, ``max_model_len``, ``pid``."""
@@ -135,6 +144,7 @@ class ScrapeCapture(Capture):
         one._rejected, one._num_rejected, one.error = self._rejected, self._num_rejected, self.error
         one._details, one.fetch_seconds = dict(self._details), self.fetch_seconds
         one._load = self._load and (lambda: [])
+        one.holdings = self._held.get(key)
         one._describe(one._newest())
         return one
 

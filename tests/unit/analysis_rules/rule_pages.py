@@ -10,13 +10,18 @@ _LABELS = 'engine="0",model_name="m"'
 
 
 def text(figures: dict[str, Any], unix_seconds: float) -> str:
-    """One page. ``finished``, ``mean_prompt``, ``mean_output`` become histograms; pool size and block size labels."""
+    """One page. ``finished``, ``mean_prompt``, ``mean_output`` become histograms; pool size and block size labels.
+
+    ``config``: more labels of the cache configuration. ``lifetimes``: heights of that histogram by upper bound.
+    """
     lines = [f"# scrape_unix_ms {round(unix_seconds * 1000)}"]
     own = dict(figures)
     size, blocks = own.pop("block_size", 16), own.pop("num_gpu_blocks", 1001)
+    config = {"enable_prefix_caching": "True"} | own.pop("config", {})
+    labels = "".join(f',{name}="{value}"' for name, value in config.items())
     lines += [
         "# TYPE vllm:cache_config_info gauge",
-        f'vllm:cache_config_info{{block_size="{size}",num_gpu_blocks="{blocks}",enable_prefix_caching="True",engine="0"}} 1.0',
+        f'vllm:cache_config_info{{block_size="{size}",num_gpu_blocks="{blocks}"{labels},engine="0"}} 1.0',
     ]
     finished = own.pop("finished", None)
     sizes = {
@@ -30,6 +35,17 @@ def text(figures: dict[str, Any], unix_seconds: float) -> str:
             f"vllm:{name}_count{{{_LABELS}}} {finished}",
             f"vllm:{name}_sum{{{_LABELS}}} {finished * value}",
         ]
+    lifetimes = own.pop("lifetimes", {})
+    if lifetimes:
+        name = "vllm:kv_block_lifetime_seconds"
+        last = max(lifetimes.values())
+        heights = lifetimes | {"+Inf": last}
+        lines += [
+            f"# TYPE {name} histogram",
+            f"{name}_count{{{_LABELS}}} {last}",
+            f"{name}_sum{{{_LABELS}}} {last}",
+        ]
+        lines += [f'{name}_bucket{{{_LABELS},le="{bound}"}} {height}' for bound, height in heights.items()]
     for reason, count in own.pop("num_requests_waiting_by_reason", {}).items():
         lines.append(f'vllm:num_requests_waiting_by_reason{{{_LABELS},reason="{reason}"}} {count}')
     for name, value in own.items():

@@ -5,18 +5,29 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import msgspec
+import numpy as np
 import pytest
 import rule_pages as pages
 from recordings import record
 
-from kvcatch.analysis.compare_drift import drift
+from kvcatch.analysis.compare import Metric, compare
+from kvcatch.analysis.compare_causes import explain as explain_runs
+from kvcatch.analysis.compare_drift import Drift, drift
+from kvcatch.analysis.compare_sides import from_bench
 from kvcatch.analysis.doctor import diagnose
-from kvcatch.analysis.evidence import from_scrape
+from kvcatch.analysis.evidence import Case, Holder, from_scrape
 from kvcatch.analysis.evidence_log import from_log
+from kvcatch.analysis.layout_facts import given_back, reuse_unit
+from kvcatch.analysis.prefix import Lookups, explain
+from kvcatch.analysis.prefix_findings import findings
+from kvcatch.analysis.rules_hybrid import state_pages
+from kvcatch.analysis.thresholds import LIMITS
 from kvcatch.cli.main import main
 from kvcatch.diagnosis import find
-from kvcatch.events import EngineInfo
+from kvcatch.events import EngineInfo, KVGroup
 from kvcatch.planner import plan
+from kvcatch.results import Finding, Pool, Preemption, Queues, RequestView, Snapshot
 from kvcatch.simulator.whatif import simulate
 from kvcatch.sources.failures import parse_failures
 from kvcatch.sources.logs import LogCapture
@@ -47,6 +58,202 @@ def turns(rounds: int, conversations: int) -> list[dict]:
             }
             rows.append(row)
     return rows
+
+
+HYBRID = {"cache": {"mamba_cache_mode": "align", "mamba_block_size": 1616}}
+
+
+def warned(cases: list[Case]) -> dict[str, Finding]:
+    """The findings that are more than a note."""
+    return {one.code: one for one in diagnose(cases).findings if one.severity != "info"}
+
+
+def test_b6_two_runs_of_one_hybrid_alone_and_in_company(tmp_path: Path) -> None:
+    """Alone 0 %, in company a little: where prefill chunks end, not where requests are routed."""
+    cases = []
+    for name, running, hits in (("alone", 1, 0), ("eight", 8, 26_000)):
+        page = {
+            "num_requests_running": running, "num_requests_waiting": 0, "kv_cache_usage_perc": 0.1,
+            "prompt_tokens_total": 800_000, "generation_tokens_total": 50_000, "prefix_cache_queries_total": 800_000,
+            "prefix_cache_hits_total": hits, "num_preemptions_total": 0, "block_size": 64,
+            "config": {"mamba_cache_mode": "align"},
+        }  # fmt: skip
+        (case,) = from_scrape(pages.capture([page]))
+        case.target = name
+        cases.append(case)
+    found = warned(cases)
+    assert set(found) == {"KVC201"}
+    # 26,000 of 800,000
+    assert [row.value for row in found["KVC201"].evidence[:2]] == [800_000, pytest.approx(0.0325)]
+    assert [row.source for row in found["KVC201"].evidence[:2]] == ["alone", "eight"]
+    # A state at every block leaves a lone prompt nothing to lose by, and an engine without states has none.
+    for mode in ("all", "none"):
+        for case in cases:
+            case.info = msgspec.structs.replace(case.info, config={"mamba_cache_mode": mode})
+        assert warned(cases) == {}
+
+
+def test_b6_the_first_requests_after_a_start_prove_nothing() -> None:
+    """Twenty thousand tokens alone without a hit, then company that hits: a note at most."""
+    base = {"kv_cache_usage_perc": 0.1, "num_preemptions_total": 0, "num_requests_waiting": 0,
+            "config": {"mamba_cache_mode": "align"}, "block_size": 64}  # fmt: skip
+    rows = [(1, 0, 0), (1, 10_000, 0), (1, 20_000, 0), (8, 60_000, 20_000), (8, 120_000, 60_000)]
+    sequence = [
+        base | {"num_requests_running": running, "prompt_tokens_total": tokens, "prefix_cache_queries_total": tokens,
+                "generation_tokens_total": tokens // 10, "prefix_cache_hits_total": hits}
+        for running, tokens, hits in rows
+    ]  # fmt: skip
+    assert warned(from_scrape(pages.capture(sequence))) == {}
+
+
+def test_b8_expected_hits_with_drafts_in_a_log(tmp_path: Path, capsys) -> None:
+    """The published case at a 64th: floor((512 - 2) / 256) x 256 = 256 instead of 512 tokens."""
+    rows = [{"prompt_token_ids": list(range(513))} for _ in range(5)]
+    without = prefix(tmp_path, capsys, rows, "--block-size", "2", "--hit-unit", "256")
+    drafted = prefix(tmp_path, capsys, rows, "--block-size", "2", "--hit-unit", "256", "--drafts")
+    assert (without["hit_tokens"], drafted["hit_tokens"]) == (4 * 512, 4 * 256)
+    causes = {row["cause"]: row["tokens"] for row in drafted["causes"]}
+    # All of it is shared; the first request saw it first.
+    assert causes == {"first_seen": 513, "misaligned": 4 * 257}
+    # Two tokens more of shared text and the step is reached.
+    rows = [{"prompt_token_ids": list(range(515))} for _ in range(5)]
+    longer = prefix(tmp_path, capsys, rows, "--block-size", "2", "--hit-unit", "256", "--drafts")
+    assert longer["hit_tokens"] == 4 * 512
+
+
+@pytest.mark.parametrize(("method", "expected"), [("mtp", "KVC201"), ("eagle3", "KVC201"), ("ngram", None)])
+def test_b8_recorded_hits_one_unit_short_of_what_is_shared(method: str, expected: str | None) -> None:
+    """32,800 tokens asked again and again, 16,384 of them hit: the drafts' unit, no eviction and no routing."""
+    info = EngineInfo(
+        num_blocks=20_001, block_size=128, speculative=True,
+        groups=(KVGroup(kind="mla", layers=20, block_size=128), KVGroup(kind="sliding", layers=20, block_size=16_384)),
+        config={"speculative": {"method": method}},
+    )  # fmt: skip
+    count = 20
+    rows = [
+        {"arrival": float(n), "prompt": 32_800, "output": 1, "segments": [("all", 32_800)], "tenant": "t"}
+        for n in range(count)
+    ]
+    look = Lookups(
+        workload=build("b8", rows, grain=1), names=[str(n) for n in range(count)], block_size=128, usable=20_000,
+        hit=np.array([0] + [16_384] * (count - 1)), unit=reuse_unit(info), given_back=given_back(info, method),
+    )  # fmt: skip
+    report, _ = explain(look, "b8", "capture")
+    found = {one.code: one for one in findings(report)}
+    if expected is None:
+        # Without a block given back the same hits are a loss that the unit does not explain.
+        assert look.given_back == 0
+        assert "KVC201" not in found
+        return
+    assert set(found) == {"KVC201"}
+    # 19 requests lack 32,800 - 16,384 tokens each.
+    assert found["KVC201"].evidence[0].value == 19 * (32_800 - 16_384)
+    assert "floor((n - 128) / 16,384) x 16,384" in found["KVC201"].evidence[2].text
+
+
+def test_b8_two_runs_the_second_with_drafts() -> None:
+    """Half the hits after switching MTP on: the drafts are blamed, not the pool."""
+    before = EngineInfo(num_blocks=2001, block_size=128, config={"speculative": {}})
+    after = EngineInfo(num_blocks=2001, block_size=128, speculative=True)
+    hits = Metric(
+        name="hit_ratio", unit="ratio", better="up", a=0.999, b=0.4995, difference=-0.4995, relative_difference=-0.5,
+        low=-0.51, high=-0.49, floor=0.01, floor_source="assumed", verdict="worse",
+    )  # fmt: skip
+    changed = (Drift(name="speculative", a=False, b=True),)
+    found = {one.code: one for one in explain_runs({"hit_ratio": hits}, changed, (before, after))}
+    assert set(found) == {"KVC404", "KVC405"}
+    assert "speculative changed from False to True" in found["KVC404"].cause
+
+
+@pytest.mark.parametrize(
+    ("budgets", "steps"), [((4096, 2048), [1, 2]), ((2048, 2048), [2, 2]), ((None, None), [])]
+)
+def test_b75_later_first_tokens_name_the_steps_of_a_prompt(budgets, steps) -> None:
+    """0.13 s became 0.39 s with prompts of 4,096 tokens: chunks first, then the version."""
+    rng = np.random.default_rng(4)
+    sides = []
+    for version, budget, mean in (("0.6.1.post2", budgets[0], 0.13), ("0.7.0", budgets[1], 0.39)):
+        result = {
+            "completed": 400, "duration": 333.0, "request_rate": 1.2, "mean_ttft_ms": 1e3 * mean, "std_ttft_ms": 50.0,
+            "total_input_tokens": 400 * 4096, "ttfts": (mean * rng.uniform(0.8, 1.2, 400)).tolist(),
+        }  # fmt: skip
+        side = from_bench(version, result)
+        side.info = EngineInfo(engine_version=version, max_num_batched_tokens=budget)
+        sides.append(side)
+    comparison = compare(*sides)
+    found = {one.code: one for one in comparison.findings}
+    assert {code for code, one in found.items() if one.severity == "warning"} == {"KVC405", "KVC407"}
+    assert comparison.metric("ttft_seconds").b == pytest.approx(0.39, rel=0.02)
+    said = [row for row in found["KVC407"].evidence if row.unit == "steps"]
+    assert [row.value for row in said] == steps
+    assert any("0.6.1.post2, is 0.7.0" in row.text for row in found["KVC407"].evidence)
+    if budgets[0] != budgets[1]:
+        assert "max_num_batched_tokens changed from 4096 to 2048" in found["KVC407"].cause
+        assert "--max-num-batched-tokens 4096" in found["KVC407"].remedy
+    if steps == [2, 2]:
+        # A prompt of 4,096 tokens beside one running request: 2,047 + 2,047 + 2.
+        assert "3 beside running requests" in said[0].text
+
+
+def test_b70_blocks_of_recorded_requests_that_hold_states() -> None:
+    """200,000 tokens need 124 attention blocks of 1,616; the 161 held are 37 states more, 23 % of them."""
+    groups = (
+        KVGroup(kind="full", layers=12, block_size=1616),
+        KVGroup(kind="mamba", layers=36, block_size=1616),
+    )
+    info = EngineInfo(
+        num_blocks=330, block_size=1616, groups=groups, config=HYBRID, max_num_batched_tokens=8192
+    )
+    holders = tuple(
+        Holder(request_id=name, tenant="t", blocks=161, share=161 / 329, start=0.0, stop=9.0, prompt_tokens=200_000,
+               output_tokens=1, arrival=0.0, live=False)
+        for name in ("a", "b")
+    )  # fmt: skip
+    moment = Snapshot(
+        pool=Pool(num_blocks=329, active_blocks=322, utilization_ratio=322 / 329),
+        queues=Queues(running=1, waiting=1), preemption=Preemption(preemptions=1),
+    )  # fmt: skip
+    case = Case(target="b70", kind="recording", info=info, moment=moment, holders=holders)
+    found = {one.code: one for one in state_pages(case, LIMITS)}
+    assert found["KVC302"].severity == "warning"
+    assert "74 of 322 blocks" in found["KVC302"].evidence[0].text
+    assert "--mamba-block-size 8192 (now 1616)" in found["KVC302"].remedy
+    # The same blocks in an engine whose every layer keeps all tokens are no states.
+    case.info = msgspec.structs.replace(info, groups=(groups[0],) * 2, config={})
+    assert list(state_pages(case, LIMITS)) == []
+    # A pool with room left is worth a note.
+    case.info = info
+    case.moment = msgspec.structs.replace(
+        moment, pool=Pool(num_blocks=600, active_blocks=322, utilization_ratio=0.54)
+    )
+    assert [one.severity for one in state_pages(case, LIMITS)] == ["info"]
+
+
+def test_b72_a_waiting_prompt_needs_more_block_numbers_than_the_pool_has() -> None:
+    """69,000 tokens: 4 x 108 blocks of 640, one of 4, and a window of 64-token blocks that is full at 970."""
+    groups = (
+        *(KVGroup(kind="full", layers=4, block_size=640),) * 4,
+        KVGroup(kind="mamba", layers=30, block_size=4),
+        KVGroup(kind="sliding", layers=8, block_size=64, window=53_825),
+    )
+    info = EngineInfo(num_blocks=1403, block_size=640, groups=groups, max_num_batched_tokens=8192)
+    # By tokens the pool looks large: 1,402 x 640 = 897,280.
+    for tokens, need in ((69_000, 432 + 1 + 970), (68_000, 428 + 1 + 970)):
+        waiting = RequestView(
+            engine_request_id="long-0", request_id="long", status="waiting", prompt_tokens=tokens
+        )
+        moment = Snapshot(pool=Pool(num_blocks=1402, active_blocks=0, block_size=640), queues=Queues(running=1, waiting=1),
+                          requests=[waiting])  # fmt: skip
+        found = warned([Case(target="b72", kind="moment", info=info, moment=moment)])
+        if need <= 1402:
+            assert found == {}
+            continue
+        assert set(found) == {"KVC005"}
+        assert found["KVC005"].request_id == "long"
+        assert found["KVC005"].evidence[0].value == need
+        # 107 x 4 + 1 + 970 = 1,399 fit, 108 x 4 + 971 do not: 107 x 640 = 68,480 tokens with one of output.
+        assert "--max-input-tokens 68479" in found["KVC005"].remedy
+        assert "108 of 640 tokens (full)" in found["KVC005"].evidence[2].text
 
 
 def test_b12_consecutive_turns_on_other_engines_are_scattered(tmp_path: Path, capsys) -> None:

@@ -12,6 +12,7 @@ from kvcatch.analysis.layout_facts import StateCache, drafting, given_back, reus
 from kvcatch.analysis.rules import fact, found
 from kvcatch.analysis.thresholds import Limits
 from kvcatch.results import Evidence, Finding
+from kvcatch.sources.readings import Reading
 from kvcatch.units import human_count, human_ratio
 
 _LONG_STATE = 8192
@@ -269,29 +270,30 @@ def _beyond_tokens(case: Case, limits: Limits) -> tuple[float, list[Evidence]] |
         return None
     usage, alive = rows
     full = usage >= limits.full_ratio
+    if not full.any():
+        return None
     # A prompt counts when its prefill ends: of the full moments the one with most tokens counts.
-    pick = np.where(full if full.any() else usage == np.nanmax(usage), alive, -1.0)
-    at = int(np.nanargmax(pick))
+    at = int(np.argmax(np.where(full, alive, -1.0)))
     slots = float(usage[at]) * printed
-    if alive[at] <= 0 or slots < 0.5 * printed:
+    if alive[at] <= 0:
         return None
     share = 1.0 - float(alive[at]) / slots
     return share, [
         fact(f"{human_ratio(float(usage[at]))} of a pool of {human_count(printed)} tokens is used", float(usage[at]), "ratio"),
-        fact(f"at most {human_count(float(alive[at]))} tokens were alive then", float(alive[at]), "tokens"),
+        fact(f"at most {human_count(float(alive[at]))} tokens of prefilled requests were alive then", float(alive[at]), "tokens"),
     ]  # fmt: skip
 
 
 def _alive(case: Case) -> tuple[Floats, Floats] | None:
     """Usage and the most tokens of unfinished requests, row by row."""
     if case.pages is not None:
-        rows = case.readings
         known = [
             (row.usage_ratio, row.prompt_tokens + row.generation_tokens - sum(
                 part.total for part in (row.request_prompt_tokens, row.request_generation_tokens) if part is not None
             ))
-            for row in rows
+            for row in case.readings
             if row.usage_ratio is not None and row.prompt_tokens is not None and row.generation_tokens is not None
+            and not _prefilling(row)
         ]  # fmt: skip
         if not known:
             return None
@@ -308,3 +310,10 @@ def _alive(case: Case) -> tuple[Floats, Floats] | None:
     empty = np.flatnonzero(usage[: int(np.argmax(usage))] <= 0)
     total = np.cumsum(came)
     return usage, total - (total[empty[-1]] if len(empty) else 0.0)
+
+
+def _prefilling(row: Reading) -> bool:
+    """Whether some running request has given no token yet: its tokens are held and not counted."""
+    if row.ttft is None or row.e2e is None or row.running is None:
+        return False
+    return row.ttft.observations - row.e2e.observations < row.running

@@ -13,6 +13,7 @@ def text(figures: dict[str, Any], unix_seconds: float) -> str:
     """One page. ``finished``, ``mean_prompt``, ``mean_output`` become histograms; pool size and block size labels.
 
     ``config``: more labels of the cache configuration. ``lifetimes``: heights of that histogram by upper bound.
+    ``time_to_first_token``: first tokens given while no request has finished.
     """
     lines = [f"# scrape_unix_ms {round(unix_seconds * 1000)}"]
     own = dict(figures)
@@ -46,6 +47,14 @@ def text(figures: dict[str, Any], unix_seconds: float) -> str:
             f"{name}_sum{{{_LABELS}}} {last}",
         ]
         lines += [f'{name}_bucket{{{_LABELS},le="{bound}"}} {height}' for bound, height in heights.items()]
+    waited = own.pop("time_to_first_token", None)
+    histograms = {"time_to_first_token_seconds": waited, "e2e_request_latency_seconds": 0} if waited else {}
+    for name, count in histograms.items():
+        lines += [f"# TYPE vllm:{name} histogram", f"vllm:{name}_count{{{_LABELS}}} {count}"]
+        lines += [
+            f"vllm:{name}_sum{{{_LABELS}}} {count}",
+            f'vllm:{name}_bucket{{{_LABELS},le="+Inf"}} {count}',
+        ]
     for reason, count in own.pop("num_requests_waiting_by_reason", {}).items():
         lines.append(f'vllm:num_requests_waiting_by_reason{{{_LABELS},reason="{reason}"}} {count}')
     for name, value in own.items():

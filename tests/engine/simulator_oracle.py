@@ -5,8 +5,10 @@ from __future__ import annotations
 import functools
 import inspect
 import json
+import math
 import os
 import random
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -76,12 +78,17 @@ def _model(folder: Path, max_model_len: int) -> Any:
     )
 
 
-def real_scheduler(chosen: Settings, folder: Path) -> Any:
-    """A vLLM Scheduler over one full-attention group."""
+def real_scheduler(chosen: Settings, folder: Path, windows: Sequence[int] = ()) -> Any:
+    """A vLLM Scheduler over one full-attention group, and sliding ones of these block sizes (and windows)."""
     import torch
     from vllm.config import CacheConfig, SchedulerConfig, VllmConfig
     from vllm.v1.core.sched.scheduler import Scheduler
-    from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
+    from vllm.v1.kv_cache_interface import (
+        FullAttentionSpec,
+        KVCacheConfig,
+        KVCacheGroupSpec,
+        SlidingWindowSpec,
+    )
     from vllm.v1.structured_output import StructuredOutputManager
 
     model = _model(folder, chosen.max_model_len)
@@ -98,18 +105,24 @@ def real_scheduler(chosen: Settings, folder: Path) -> Any:
     cache = CacheConfig(block_size=chosen.block_size, enable_prefix_caching=True)
     config = VllmConfig(model_config=model, scheduler_config=scheduler, cache_config=cache)
     cache.num_gpu_blocks = chosen.num_blocks
-    spec = FullAttentionSpec(block_size=chosen.block_size, num_kv_heads=2, head_size=32, dtype=torch.bfloat16)
+    heads = {"num_kv_heads": 2, "head_size": 32, "dtype": torch.bfloat16}
+    groups = [KVCacheGroupSpec(["l0"], FullAttentionSpec(block_size=chosen.block_size, **heads))]
+    for number, size in enumerate(windows, 1):
+        window = SlidingWindowSpec(block_size=size, sliding_window=size, **heads)
+        groups.append(KVCacheGroupSpec([f"l{number}"], window))
+    more = {"hash_block_size": chosen.block_size} if windows else {}
     layout = KVCacheConfig(
         num_blocks=chosen.num_blocks,
         kv_cache_tensors=[],
-        kv_cache_groups=[KVCacheGroupSpec(["l0"], spec)],
+        kv_cache_groups=groups,
     )
     return Scheduler(
         vllm_config=config,
         kv_cache_config=layout,
         structured_output_manager=StructuredOutputManager(config),
-        block_size=chosen.block_size,
+        block_size=math.lcm(chosen.block_size, *windows),
         log_stats=True,
+        **more,
     )
 
 

@@ -67,10 +67,14 @@ def draft_method(info: EngineInfo) -> str | None:
 
 
 def given_back(info: EngineInfo, method: str | None) -> int:
-    """Tokens at the end of a match that are computed again although they are cached: a block with EAGLE or MTP."""
+    """Tokens at the end of a match that are computed again although they are cached: a block with EAGLE or MTP.
+
+    Of several KV groups the largest block counts, states excepted, which drafts do not have.
+    """
     if method is None or not (method == "unknown" or any(part in method.lower() for part in _DROPPING)):
         return 0
-    return info.hash_block_size or info.block_size
+    blocks = [group.block_size for group in info.groups if group.kind != "mamba"]
+    return max(blocks) if len(info.groups) > 1 and blocks else info.hash_block_size or info.block_size
 
 
 @dataclass(frozen=True)

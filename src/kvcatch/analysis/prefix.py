@@ -205,11 +205,17 @@ class Lookups:
             )
         self.unit, self.given_back = unit, self.block_size if drafts else 0
 
-    def reach(self, shared: Ints) -> Ints:
-        """Tokens that can hit when so many are shared and cached."""
-        whole = shared // self.block_size * self.block_size
-        unit = self.unit or self.block_size
-        return np.maximum(0, whole - self.given_back) // unit * unit
+    def reach(self, shared: Ints, prompt: Ints) -> Ints:
+        """Tokens that can hit of prompts of these lengths when so many are shared and cached.
+
+        The last token is always computed. With one KV group it goes off before a draft's block does; with several
+        the draft's block may lie behind it.
+        """
+        size, unit = self.block_size, self.unit or self.block_size
+        whole = shared // size * size
+        if unit == size:
+            whole = np.minimum(shared, prompt - 1) // size * size
+        return np.maximum(0, np.minimum(prompt - 1, whole - self.given_back)) // unit * unit
 
 
 @dataclass(eq=False)
@@ -257,14 +263,13 @@ def attribute(look: Lookups) -> Parts:
     elif not look.caching:
         hit = np.zeros(count, np.int64)
     elif group is None:
-        hit = look.reach(hits_at(workload, size, look.usable))
+        hit = look.reach(hits_at(workload, size, look.usable), prompt)
     else:
-        hit = look.reach(_hits_by_group(look, group))
+        hit = look.reach(_hits_by_group(look, group), prompt)
     # What was hit was shared, if with generated text that the prompts do not show.
     own, any_engine, anyone = (np.maximum(part, hit) for part in (own, any_engine, anyone))
-    reusable = np.maximum(0, prompt - 1)
     whole, whole_any, whole_all = (
-        np.maximum(hit, look.reach(np.minimum(part, reusable))) for part in (own, any_engine, anyone)
+        np.maximum(hit, look.reach(part, prompt)) for part in (own, any_engine, anyone)
     )
     whole_any = np.maximum(whole, whole_any)
     whole_all = np.maximum(whole_any, whole_all)

@@ -238,7 +238,11 @@ def _rewrites(
     """Each proposed move, run through the same pool as before."""
     result = []
     simulated = (
-        int(look.reach(hits_at(look.workload, look.block_size, look.usable)).sum())
+        int(
+            look.reach(
+                hits_at(look.workload, look.block_size, look.usable), look.workload.prompt_tokens
+            ).sum()
+        )
         if look.salt is None and look.engine is None
         else before
     )
@@ -247,7 +251,8 @@ def _rewrites(
         count = sum(new != old for new, old in zip(changed, words.texts, strict=True))
         tokens = [_encoded(words, number, new) for number, new in enumerate(changed)]
         again = _lookups(records, tokens, look.block_size, look.usable, look.window_seconds, "")
-        after = int(look.reach(hits_at(again.workload, look.block_size, look.usable)).sum())
+        found = hits_at(again.workload, look.block_size, look.usable)
+        after = int(look.reach(found, again.workload.prompt_tokens).sum())
         won = after - simulated
         if won <= 0:
             continue

@@ -83,8 +83,9 @@ def _company(state: StateCache, alone: _Lookups, company: _Lookups, severity: st
         *evidence,
         cause="A prompt that is prefilled alone in one chunk leaves a state at its own end only, where no other prompt "
         "continues; company cuts prompts into chunks, and some cuts fall into the shared part by accident.",
-        remedy=f"Not a matter of routing: keep states more often with --prefix-cache-retention-interval{interval} "
-        "(vLLM 0.31 and newer), else a smaller --max-num-batched-tokens, or upgrade.",
+        remedy="Not a matter of routing: upgrade (the schedulers of vLLM 0.24 and 0.32 keep a state where prompts part), "
+        f"keep states more often with --prefix-cache-retention-interval{interval} (0.31 and newer), or lower "
+        "--max-num-batched-tokens.",
     )  # fmt: skip
 
 

@@ -148,7 +148,7 @@ def test_b8_recorded_hits_one_unit_short_of_what_is_shared(method: str, expected
     assert set(found) == {"KVC201"}
     # 19 requests lack 32,800 - 16,384 tokens each.
     assert found["KVC201"].evidence[0].value == 19 * (32_800 - 16_384)
-    assert "floor((n - 128) / 16,384) x 16,384" in found["KVC201"].evidence[2].text
+    assert "floor((n - 16,384) / 16,384) x 16,384" in found["KVC201"].evidence[2].text
 
 
 def test_b8_two_runs_the_second_with_drafts() -> None:

@@ -19,7 +19,7 @@ from kvcatch.workload import build
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 BLOCK = 16
-#: on, before and behind borders of blocks of 16, 64 and 96 tokens
+#: on, before and behind borders of blocks of 16, 48 and 64 tokens
 LENGTHS = (15, 17, 31, 33, 65, 80, 81, 95, 97, 127, 129, 145, 193, 200, 256, 257, 289, 321)
 
 
@@ -47,7 +47,7 @@ def serve(scheduler: Any, name: str, tokens: list[int]) -> int:
 
 
 @pytest.mark.parametrize("drafts", [False, True], ids=["plain", "drafts"])
-@pytest.mark.parametrize("windows", [(), (64,), (96, 32)], ids=str)
+@pytest.mark.parametrize("windows", [(), (64,), (48, 32)], ids=str)
 def test_a_repeated_prompt_hits_what_is_expected(
     tmp_path: Path, windows: tuple[int, ...], drafts: bool
 ) -> None:

@@ -16,7 +16,7 @@ from kvcatch.analysis.compare_causes import explain as explain_runs
 from kvcatch.analysis.compare_drift import Drift, drift
 from kvcatch.analysis.compare_sides import from_bench
 from kvcatch.analysis.doctor import diagnose
-from kvcatch.analysis.evidence import Case, Holder, from_scrape
+from kvcatch.analysis.evidence import Case, Holder, from_recording, from_scrape
 from kvcatch.analysis.evidence_log import from_log
 from kvcatch.analysis.layout_facts import given_back, reuse_unit
 from kvcatch.analysis.prefix import Lookups, explain
@@ -32,6 +32,7 @@ from kvcatch.simulator.whatif import simulate
 from kvcatch.sources.failures import parse_failures
 from kvcatch.sources.logs import LogCapture
 from kvcatch.store.capture import ReplayCapture
+from kvcatch.store.columns import read_recording
 from kvcatch.workload import build
 
 
@@ -195,6 +196,30 @@ def test_b75_later_first_tokens_name_the_steps_of_a_prompt(budgets, steps) -> No
         assert "3 beside running requests" in said[0].text
 
 
+@pytest.mark.parametrize(
+    ("command", "grows"),
+    [
+        ("vllm serve m --kv-cache-metrics --disable-log-stats", True),
+        ("vllm serve m --kv-cache-metrics", False),
+        ("vllm serve m --disable-log-stats", False),
+    ],
+)
+def test_b28_a_command_line_whose_lifetimes_nobody_takes(command: str, grows: bool) -> None:
+    lines = [f"INFO 07-06 10:00:00 [api_server.py:1] {command}"]
+    cases = from_log(LogCapture("log", lines, 1_764_439_200.0), parse_failures(lines, year=2025))
+    assert set(warned(cases)) == ({"KVC504"} if grows else set())
+
+
+def test_groups_hit_together_at_the_least_common_multiple_of_their_blocks() -> None:
+    """Blocks of 48 and 32 tokens have every 96th token in common."""
+    groups = tuple(KVGroup(kind="full", layers=1, block_size=size) for size in (48, 32))
+    assert reuse_unit(EngineInfo(block_size=16, groups=groups)) == 96
+    # Where the engine says it, that counts.
+    said = EngineInfo(block_size=16, groups=groups, config={"cache": {"cache_hit_alignment_tokens": 32}})
+    assert reuse_unit(said) == 32
+    assert reuse_unit(EngineInfo(block_size=16, config={"cache_hit_alignment_tokens": "None"})) == 16
+
+
 def test_b70_blocks_of_recorded_requests_that_hold_states() -> None:
     """200,000 tokens need 124 attention blocks of 1,616; the 161 held are 37 states more, 23 % of them."""
     groups = (
@@ -254,6 +279,20 @@ def test_b72_a_waiting_prompt_needs_more_block_numbers_than_the_pool_has() -> No
         # 107 x 4 + 1 + 970 = 1,399 fit, 108 x 4 + 971 do not: 107 x 640 = 68,480 tokens with one of output.
         assert "--max-input-tokens 68479" in found["KVC005"].remedy
         assert "108 of 640 tokens (full)" in found["KVC005"].evidence[2].text
+
+
+def test_b72_a_recorded_request_that_never_started(tmp_path: Path) -> None:
+    """400 blocks of 16 in four groups: 100 blocks each are 1,600 tokens, so 1,700 can never run."""
+    recording = read_recording(record(tmp_path, [(0.1 * n, "t", 100, 20) for n in range(20)]))
+    recording.requests.prompt_tokens[-1], recording.requests.scheduled[-1] = 1700, 0
+    (one_group, four_groups) = (from_recording(recording) for _ in range(2))
+    assert "KVC005" not in warned([one_group])
+    group = KVGroup(kind="full", layers=1, block_size=16)
+    four_groups.info = msgspec.structs.replace(four_groups.info, groups=(group,) * 4)
+    found = warned([four_groups])["KVC005"]
+    # 4 x ceil(1,700 / 16)
+    assert found.evidence[0].value == 428
+    assert "--max-input-tokens 1599 " in found.remedy
 
 
 def test_b12_consecutive_turns_on_other_engines_are_scattered(tmp_path: Path, capsys) -> None:

@@ -61,6 +61,7 @@ HEALTHY: dict[str, list[dict[str, Any]]] = {
 def test_a_healthy_page_gives_no_warning(name: str) -> None:
     found = diagnose(from_scrape(pages.capture(HEALTHY[name]))).findings
     assert [one for one in found if one.severity != "info"] == []
+    assert not {"KVC201", "KVC302"} & {one.code for one in found}
 
 
 def test_a_hybrids_log_with_a_full_pool_of_tokens_gives_no_warning() -> None:

@@ -206,10 +206,13 @@ def test_each_of_two_engines_gets_its_own_tenants(prometheus, capsys) -> None:
     main(["doctor", target, "--json", "--exit-zero", *span])
     hogs = [one for one in json.loads(capsys.readouterr().out)["findings"] if one["code"] == "KVC003"]
     assert [one["tenant"] for one in hogs] == ["contracts"]
-    # An exporter elsewhere that may speak of either is not guessed at.
-    prometheus.rows = [
-        *engine_rows("node-a:8000", PRESSED),
-        *engine_rows("node-b:8000", PRESSED),
-        *kvcatch_rows(HOG, PRESSED, "engine-1.core0", "node-c:9400"),
-    ]
-    assert "KVC003" not in doctor(prometheus, capsys)
+    # An exporter elsewhere, or on a host with both, may speak of either: no guess. An address is none.
+    for first, second, target, exporter, named in (
+        ("node-a:8000", "node-b:8000", "engine-1.core0", "node-c:9400", False),
+        ("node-a:8000", "node-a:8001", "engine-1.core0", "node-a:9400", False),
+        ("node-a:8000", "node-a:8001", "http://node-a:8001/metrics", "node-a:9400", True),
+    ):
+        prometheus.rows = [
+            *engine_rows(first, PRESSED), *engine_rows(second, PRESSED), *kvcatch_rows(HOG, PRESSED, target, exporter)
+        ]  # fmt: skip
+        assert ("KVC003" in doctor(prometheus, capsys)) is named

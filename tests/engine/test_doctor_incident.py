@@ -17,7 +17,7 @@ import pytest
 import kvcatch
 from engine.support.gateway import gateway
 from engine.support.longcapture import lengthen
-from engine.support.monitoring import prometheus
+from engine.support.monitoring import prometheus, serving
 from engine.support.server import Answer, Ask, server, steady_load
 from kvcatch.cli.main import main
 from kvcatch.results import RequestView
@@ -37,6 +37,7 @@ class Incident:
     folder: Path
     ring: str
     prometheus: str
+    with_exporter: str
     steady: list[Answer]
     hog: Answer
     wall_offset: float
@@ -79,13 +80,29 @@ def incident(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Iter
         prometheus(folder, running.url, "http://127.0.0.1:9") as watching,
     ):
         running.complete("warm up", 2)
-        steady, (hog,) = steady_load(running.url, _asks("r"), CLIENTS, [(BEFORE, HOG)], AFTER)
         (ring,) = rings.glob("*.core0.kvring")
-        offset, stop = time.time() - time.monotonic(), time.time()
-        capture = kvcatch.open(str(ring))
-        views = {view.request_id: view for view in capture.requests()}
-        capture.close()
-        yield Incident(folder, str(ring), f"prometheus:{watching.url}", steady, hog, offset, stop, views)
+        other = folder / "with_exporter"
+        other.mkdir()
+        with (
+            serving(other, "live", KVCATCH_DIR=str(rings)) as exporter,
+            prometheus(other, running.url, exporter) as both,
+        ):
+            steady, (hog,) = steady_load(running.url, _asks("r"), CLIENTS, [(BEFORE, HOG)], AFTER)
+            offset, stop = time.time() - time.monotonic(), time.time()
+            capture = kvcatch.open(str(ring))
+            views = {view.request_id: view for view in capture.requests()}
+            capture.close()
+            yield Incident(
+                folder,
+                str(ring),
+                f"prometheus:{watching.url}",
+                f"prometheus:{both.url}",
+                steady,
+                hog,
+                offset,
+                stop,
+                views,
+            )
 
 
 def looked(capsys: pytest.CaptureFixture[str], *argv: str, code: int = 1) -> tuple[dict, str]:
@@ -173,6 +190,21 @@ def test_prometheus_knows_the_pressure_and_says_what_it_cannot_know(
     missing = {row["code"]: row["needs"] for row in document["not_checked"]}
     assert missing["KVC003"] == "a record of requests"
     assert "KVC003" in said
+
+
+def test_prometheus_with_the_exporter_names_the_tenant_too(
+    incident: Incident, capsys: pytest.CaptureFixture[str]
+) -> None:
+    start, stop = f"{incident.start - 10:.0f}", f"{incident.stop:.0f}"
+    document, _ = looked(capsys, incident.with_exporter, "--from", start, "--to", stop)
+    hog = hog_of(document)
+    assert (hog["tenant"], hog["request_id"]) == ("contracts", None)
+    assert incident.start - 2 <= hog["unix_seconds"] <= incident.end + 2
+    # 65 blocks hold its prompt, 90 all of it: 25 % of 300 at least.
+    assert 75 <= hog["evidence"][0]["value"] <= 90
+    assert "1 running request" in hog["evidence"][0]["text"]
+    assert "no metric tells" in hog["evidence"][-1]["text"]
+    assert hog["remedy"].endswith("--tenant-share contracts=0.25")
 
 
 def test_the_command_that_doctor_printed_is_the_cure(

@@ -8,6 +8,7 @@ import numpy as np
 
 from kvcatch.analysis.evidence import Case, Floats, Series
 from kvcatch.analysis.headroom import group_demand, least_blocks, longest_that_fits
+from kvcatch.analysis.layout_facts import state_cache
 from kvcatch.analysis.rules import fact, found
 from kvcatch.analysis.rules_hold import named
 from kvcatch.analysis.thresholds import Limits
@@ -46,18 +47,31 @@ def request_never_fits(case: Case, limits: Limits) -> Iterator[Finding]:
 def _longest_prompt(case: Case) -> int | None:
     """The longest prompt that can run and still give one token; None when the pool is unknown."""
     fits = longest_that_fits(case.info)
-    printed = str(case.info.config.get("kv_cache_size_tokens", ""))
-    if fits is None:
-        fits = (case.usable or 0) * (case.block_size or 0)
-    if printed.isdigit() and not case.info.groups:
-        # A page names no groups, but newer engines count them in this figure.
-        fits = min(fits, int(printed)) if fits else int(printed)
-    return fits - 1 if fits > 1 else None
+    if not case.info.groups:
+        # A page or a log names no groups, but newer engines count them in the figure they print.
+        fits = _printed_tokens(case) or fits
+    return fits - 1 if fits and fits > 1 else None
+
+
+def _printed_tokens(case: Case) -> int | None:
+    """The pool's size in tokens as the engine gives it."""
+    if case.log is not None:
+        return case.log.kv_tokens
+    text = str(case.info.config.get("kv_cache_size_tokens", ""))
+    return int(text) if text.isdigit() and int(text) > 0 else None
 
 
 def _by_group(case: Case, tokens: int | None) -> list[Evidence]:
     """What each KV group needs for so many tokens, where there are several: they share the pool's block numbers."""
     groups = case.info.groups
+    printed = _printed_tokens(case)
+    if not groups and printed and (state_cache(case) is not None or printed % (case.block_size or 16)):
+        # A pool of one group holds whole blocks of tokens.
+        return [
+            fact(f"{human_count(printed)} tokens are what the engine prints; where layers are of several kinds a long prompt "
+                 "can need more block numbers than the pool has (a recording, or group_block_sizes in the log, tells)",
+                 printed, "tokens")
+        ]  # fmt: skip
     if len(groups) < 2 or not tokens:
         return []
     need = group_demand(tokens, case.info)

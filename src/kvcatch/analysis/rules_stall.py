@@ -31,7 +31,12 @@ def request_never_fits(case: Case, limits: Limits) -> Iterator[Finding]:
         return
     for waiting, seconds, when in _stuck(case, limits):
         remedy = ""
-        if longest:
+        if longest and _several_kinds(case):
+            remedy = (
+                f"Abort it, and reject at the gateway what cannot fit (its --max-input-tokens, below {human_count(longest)} "
+                "and above the longest prompt that ran); or lower --max-model-len."
+            )
+        elif longest:
             remedy = (
                 f"Abort it, and reject at the gateway what cannot fit: kvcatch gateway --max-input-tokens {longest} "
                 "--over-long reject; or lower --max-model-len."
@@ -61,12 +66,20 @@ def _printed_tokens(case: Case) -> int | None:
     return int(text) if text.isdigit() and int(text) > 0 else None
 
 
+def _several_kinds(case: Case) -> bool:
+    """Whether groups that are not named may share the pool: the printed figure is then no limit of one prompt."""
+    printed = _printed_tokens(case)
+    if case.info.groups or not printed:
+        return False
+    # A pool of one group holds whole blocks of tokens.
+    return state_cache(case) is not None or printed % (case.block_size or 16) != 0
+
+
 def _by_group(case: Case, tokens: int | None) -> list[Evidence]:
     """What each KV group needs for so many tokens, where there are several: they share the pool's block numbers."""
     groups = case.info.groups
-    printed = _printed_tokens(case)
-    if not groups and printed and (state_cache(case) is not None or printed % (case.block_size or 16)):
-        # A pool of one group holds whole blocks of tokens.
+    if _several_kinds(case):
+        printed = _printed_tokens(case)
         return [
             fact(f"{human_count(printed)} tokens are what the engine prints; where layers are of several kinds a long prompt "
                  "can need more block numbers than the pool has (a recording, or group_block_sizes in the log, tells)",
@@ -75,8 +88,14 @@ def _by_group(case: Case, tokens: int | None) -> list[Evidence]:
     if len(groups) < 2 or not tokens:
         return []
     need = group_demand(tokens, case.info)
-    parts = ", ".join(f"{human_count(count)} of {group.block_size} tokens ({group.kind})"
-                      for count, group in zip(need, groups, strict=True))  # fmt: skip
+    alike: dict[tuple[int, int, str], int] = {}
+    for count, group in zip(need, groups, strict=True):
+        key = (count, group.block_size, group.kind)
+        alike[key] = alike.get(key, 0) + 1
+    parts = ", ".join(
+        f"{f'{times} x ' if times > 1 else ''}{human_count(count)} of {size} tokens ({kind})"
+        for (count, size, kind), times in alike.items()
+    )
     return [
         fact(f"{human_count(tokens)} tokens take {human_count(sum(need))} block numbers of the one pool: {parts}",
              sum(need), "blocks"),

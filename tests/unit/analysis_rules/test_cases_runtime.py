@@ -278,7 +278,10 @@ def test_b72_a_waiting_prompt_needs_more_block_numbers_than_the_pool_has() -> No
         assert found["KVC005"].evidence[0].value == need
         # 107 x 4 + 1 + 970 = 1,399 fit, 108 x 4 + 971 do not: 107 x 640 = 68,480 tokens with one of output.
         assert "--max-input-tokens 68479" in found["KVC005"].remedy
-        assert "108 of 640 tokens (full)" in found["KVC005"].evidence[2].text
+        assert (
+            "4 x 108 of 640 tokens (full), 1 of 4 tokens (mamba), 970 of 64 tokens (sliding)"
+            in found["KVC005"].evidence[2].text
+        )
 
 
 def test_b72_a_recorded_request_that_never_started(tmp_path: Path) -> None:

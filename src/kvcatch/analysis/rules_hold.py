@@ -180,7 +180,7 @@ def block_hog(case: Case, limits: Limits) -> Iterator[Finding]:
     yield found(
         "KVC003", "warning", f"tenant {tenant} holds {share:.0%} of the pool while {human_count(waiting)} requests wait for blocks",
         fact(f"{share:.0%} of the usable blocks", share, "ratio"), fact("requests waiting for blocks", waiting, "requests"),
-        remedy=f"Give the tenant a limit of its own at the gateway: kvcatch gateway --tenant-share {shlex.quote(f'{tenant}={0.5:g}')}",
+        remedy=f"Give the tenant a limit of its own at the gateway: kvcatch gateway {_tenant_share(tenant, 0.5)}",
         tenant=tenant, unix_seconds=when or None,
     )  # fmt: skip
 
@@ -214,12 +214,18 @@ def _hog_tenant(case: Case, peak: TenantPeak, limits: Limits) -> Finding:
         f"kvcatch gateway --max-input-tokens {limit} --over-long reject --long-share 0.3 --long-concurrency 1"
     )
     if peak.tenant != "-":
-        command += f" --tenant-share {shlex.quote(f'{peak.tenant}={limits.hog_share:g}')}"
+        command += f" {_tenant_share(peak.tenant, limits.hog_share)}"
     return found(
         "KVC003", "critical" if peak.share >= 2 * limits.hog_share and preempted >= 3 else "warning",
         f"{who} holds {peak.share:.0%} of the pool with {count} request{'' if peak.running == 1 else 's'}",
         *evidence, remedy=command, tenant=peak.tenant, unix_seconds=peak.unix,
     )  # fmt: skip
+
+
+def _tenant_share(name: str, share: float) -> str:
+    """The option of ``kvcatch gateway --tenant-share team=0.5`` for this tenant."""
+    tenant = shlex.quote(name)
+    return f"--tenant-share {tenant}={share:g}"
 
 
 def _preempted_around(case: Case, when: float) -> float:

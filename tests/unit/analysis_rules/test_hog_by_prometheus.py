@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 from collections.abc import Iterator, Sequence
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from threading import Thread
@@ -170,10 +171,12 @@ def test_the_tenant_of_one_large_request_is_named(prometheus, capsys) -> None:
 
 
 def test_a_tenant_with_most_of_the_pool_in_many_requests_is_named(prometheus, capsys) -> None:
-    batch: Tenants = (("batch", 300, 18), ("team0", 34, 2), ("team1", 14, 1))
+    batch: Tenants = (("batch jobs", 300, 18), ("team0", 34, 2), ("team1", 14, 1))
     prometheus.rows = engine_rows("node-a:8000", PRESSED) + kvcatch_rows(batch, PRESSED, "engine-1234.core0")
     hog = doctor(prometheus, capsys)["KVC003"]
-    assert hog["tenant"] == "batch"
+    assert hog["tenant"] == "batch jobs"
+    # As a shell reads it.
+    assert shlex.split(hog["remedy"])[-1] == "batch jobs=0.5"
     assert hog["evidence"][0]["value"] == pytest.approx(0.75)
 
 

@@ -74,7 +74,7 @@ CHECKS: tuple[tuple[tuple[str, ...], Check, Callable[[Case], bool]], ...] = (
     (("KVC208",), prefix.seed_mismatch, lambda case: case.log is not None),
     (("KVC301",), shape.internal_fragmentation, lambda case: _has(case, "filled") or
      case.moment.efficiency.internal_fragmentation_ratio is not None),
-    (("KVC302",), shape.state_pinned, lambda case: bool(case.info.groups)),
+    (("KVC302",), shape.state_pinned, lambda case: bool(case.info.groups or case.pages or case.log)),
     (("KVC302",), hybrid.state_pages, lambda case: bool(case.info.groups or case.pages or (case.log and case.log.kv_tokens))),
     (("KVC303",), shape.padding_layers, lambda case: case.log is not None),
     (("KVC304",), shape.rank_imbalance, lambda case: case.log is not None or len(case.ranks) > 1),

@@ -197,13 +197,15 @@ def state_pages(case: Case, limits: Limits) -> Iterator[Finding]:
     state = state_cache(case)
     if state is None:
         return
-    measured = _held_by_states(case) or _beyond_tokens(case, limits)
+    # Short requests hold the one state they run on and a block that is never full: not what is meant here.
+    least = limits.long_prompt_states * state.every if state.every else 0
+    measured = _held_by_states(case, least) or _beyond_tokens(case, least, limits)
     if measured is None:
         return
     share, evidence = measured
     if share < limits.state_page_share:
         return
-    every, pressed = state.every, _pressed(case, limits)
+    every = state.every
     remedy = ""
     if every:
         wider = max(_LONG_STATE, state.chunk or 0)
@@ -215,7 +217,7 @@ def state_pages(case: Case, limits: Limits) -> Iterator[Finding]:
         )
         evidence.append(fact(f"a state every {human_count(every)} tokens", every, "tokens"))
     yield found(
-        "KVC302", "warning" if pressed else "info", f"states of recurrent layers hold {human_ratio(share, 0)} of the used pool",
+        "KVC302", "warning" if pressed(case, limits) else "info", f"states of recurrent layers hold {human_ratio(share, 0)} of the used pool",
         *evidence,
         cause="Each long prompt keeps its recurrent state every so many tokens, in blocks of the same pool; the token "
         "figure printed at start counts none of them.",
@@ -223,7 +225,7 @@ def state_pages(case: Case, limits: Limits) -> Iterator[Finding]:
     )  # fmt: skip
 
 
-def _pressed(case: Case, limits: Limits) -> bool:
+def pressed(case: Case, limits: Limits) -> bool:
     """A full pool that makes requests wait or throws them out."""
     series = case.series
     if series is None:
@@ -237,8 +239,11 @@ def _pressed(case: Case, limits: Limits) -> bool:
     return bool(thrown) or (waiting is not None and bool((np.nan_to_num(waiting) > 0).any()))
 
 
-def _held_by_states(case: Case) -> tuple[float, list[Evidence]] | None:
-    """From the blocks of the largest requests: what their tokens do not need in the groups without a state."""
+def _held_by_states(case: Case, least: int) -> tuple[float, list[Evidence]] | None:
+    """From the blocks of the largest requests: what their tokens do not need in the groups without a state.
+
+    least: tokens of a request that counts.
+    """
     from kvcatch.analysis.headroom import group_demand
 
     kept = [group.kind != "mamba" for group in case.info.groups]
@@ -249,6 +254,8 @@ def _held_by_states(case: Case) -> tuple[float, list[Evidence]] | None:
         if not holder.output_tokens:
             continue  # how far it has got is unknown
         held = holder.prompt_tokens + holder.output_tokens - 1
+        if held < least:
+            continue
         need = sum(count for count, plain in zip(group_demand(held, case.info), kept, strict=True) if plain)
         blocks, states, tokens = blocks + holder.blocks, states + max(0, holder.blocks - need), tokens + held
     if not blocks:
@@ -259,8 +266,11 @@ def _held_by_states(case: Case) -> tuple[float, list[Evidence]] | None:
     ]  # fmt: skip
 
 
-def _beyond_tokens(case: Case, limits: Limits) -> tuple[float, list[Evidence]] | None:
-    """From the printed token figure: usage x tokens against the most tokens that can be alive at that moment."""
+def _beyond_tokens(case: Case, least: int, limits: Limits) -> tuple[float, list[Evidence]] | None:
+    """From the printed token figure: usage x tokens against the most tokens that can be alive at that moment.
+
+    least: tokens that each running request must have on average.
+    """
     printed = None
     if case.log is not None:
         printed = case.log.kv_tokens
@@ -269,14 +279,14 @@ def _beyond_tokens(case: Case, limits: Limits) -> tuple[float, list[Evidence]] |
     rows = _alive(case)
     if not printed or rows is None:
         return None
-    usage, alive = rows
+    usage, alive, running = rows
     full = usage >= limits.full_ratio
     if not full.any():
         return None
     # A prompt counts when its prefill ends: of the full moments the one with most tokens counts.
     at = int(np.argmax(np.where(full, alive, -1.0)))
     slots = float(usage[at]) * printed
-    if alive[at] <= 0:
+    if alive[at] <= 0 or alive[at] < least * running[at]:
         return None
     share = 1.0 - float(alive[at]) / slots
     return share, [
@@ -285,20 +295,21 @@ def _beyond_tokens(case: Case, limits: Limits) -> tuple[float, list[Evidence]] |
     ]  # fmt: skip
 
 
-def _alive(case: Case) -> tuple[Floats, Floats] | None:
-    """Usage and the most tokens of unfinished requests, row by row."""
+def _alive(case: Case) -> tuple[Floats, Floats, Floats] | None:
+    """Usage, the most tokens of unfinished requests and how many run (0 where unknown), row by row."""
     if case.pages is not None:
         known = [
             (row.usage_ratio, row.prompt_tokens + row.generation_tokens - sum(
                 part.total for part in (row.request_prompt_tokens, row.request_generation_tokens) if part is not None
-            ))
+            ), row.running or 0)
             for row in case.readings
             if row.usage_ratio is not None and row.prompt_tokens is not None and row.generation_tokens is not None
             and not _prefilling(row)
         ]  # fmt: skip
         if not known:
             return None
-        return np.array([row[0] for row in known]), np.array([float(row[1]) for row in known])
+        usage, alive, running = np.array(known, dtype=np.float64).T
+        return usage, alive, running
     series = case.series
     if series is None:
         return None
@@ -310,7 +321,9 @@ def _alive(case: Case) -> tuple[Floats, Floats] | None:
     # Only what came since the pool was last empty (or since the start, which the log shows) can be in it.
     empty = np.flatnonzero(usage[: int(np.argmax(usage))] <= 0)
     total = np.cumsum(came)
-    return usage, total - (total[empty[-1]] if len(empty) else 0.0)
+    at_work = series.get("running")
+    running = np.zeros(len(usage)) if at_work is None else np.nan_to_num(at_work)
+    return usage, total - (total[empty[-1]] if len(empty) else 0.0), running
 
 
 def _prefilling(row: Reading) -> bool:

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from kvcatch.analysis.evidence import Case, Series
+from kvcatch.analysis.layout_facts import state_cache
 from kvcatch.analysis.rules import fact, found
 from kvcatch.analysis.thresholds import Limits
 from kvcatch.results import Evidence, Finding
@@ -117,7 +118,7 @@ def _cap(case: Case) -> int | None:
             return None
         mean = (case.requests.prompt_tokens[rows] + case.requests.output_tokens[rows]).mean()
         blocks = case.blocks_of(round(float(mean)))
-    elif case.pages is not None:
+    elif case.pages is not None and (case.info.groups or state_cache(case) is None):
         last = case.pages[1]
         sizes = [last.request_prompt_tokens, last.request_generation_tokens]
         means = [size.total / size.observations for size in sizes if size is not None and size.observations]

@@ -105,11 +105,14 @@ def lifetimes_polluted(case: Case, limits: Limits) -> Iterator[Finding]:
              half, "seconds"),
     ]  # fmt: skip
     size, usable = page.block_size, page.usable_blocks
+    many = False
     if case.info.prefix_caching is False:
+        many = True
         evidence.append(fact("prefix caching is off: none of these blocks was cached"))
     elif size and usable and page.prompt_tokens is not None and page.generation_tokens is not None:
         filled = (page.prompt_tokens - (page.hits or 0) + page.generation_tokens) / size
         if filled < usable:
+            many = True
             evidence.append(
                 fact(f"{human_count(filled)} blocks were filled so far and the pool has {human_count(usable)}: nothing "
                      "cached can have been evicted yet", filled, "blocks")
@@ -118,10 +121,13 @@ def lifetimes_polluted(case: Case, limits: Limits) -> Iterator[Finding]:
         part for part in (page.request_prompt_tokens, page.request_generation_tokens) if part is not None
     ]
     if size and sizes and sizes[0].observations:
-        tokens = sum(part.total for part in sizes) / sizes[0].observations
+        tokens = (sum(part.total for part in sizes) - (page.hits or 0)) / sizes[0].observations
         each = max(1, -(-int(tokens) // size))
+        many |= 1 / each >= limits.lost_share
         evidence.append(
             fact(f"about one block in {human_count(each)} is the last, partly filled one of a request and never cached "
                  f"({human_ratio(1 / each, 0)})", 1 / each, "ratio")
         )  # fmt: skip
-    yield found("KVC504", "info", "short block lifetimes on this page are not to be trusted", *evidence)
+    # One odd block among hundreds does not move the histogram.
+    if many:
+        yield found("KVC504", "info", "short block lifetimes on this page are not to be trusted", *evidence)

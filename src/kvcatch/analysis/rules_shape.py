@@ -7,7 +7,9 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from kvcatch.analysis.evidence import Case
+from kvcatch.analysis.layout_facts import state_cache
 from kvcatch.analysis.rules import fact, found
+from kvcatch.analysis.rules_hybrid import pressed
 from kvcatch.analysis.thresholds import Limits
 from kvcatch.results import Finding
 from kvcatch.units import human_bytes, human_count, human_ratio
@@ -55,19 +57,24 @@ def internal_fragmentation(case: Case, limits: Limits) -> Iterator[Finding]:
 
 def state_pinned(case: Case, limits: Limits) -> Iterator[Finding]:
     """KVC302: state groups pin at least one block per running request."""
-    groups = [group for group in case.info.groups if group.kind == "mamba"]
+    groups = sum(group.kind == "mamba" for group in case.info.groups)
+    if not case.info.groups and state_cache(case) is not None:
+        groups = 1  # pages and logs do not tell how many
     if not groups or not case.usable:
         return
     series = case.series
     running = series.get("running") if series is not None else None
     most = float(np.nanmax(running)) if running is not None else float(case.moment.queues.running or 0)
-    pinned = most * len(groups)
+    pinned = most * groups
     if pinned / case.usable < limits.state_share:
         return
     yield found(
-        "KVC302", "warning", f"{human_count(most)} running requests pin {pinned / case.usable:.0%} of the pool with state blocks",
-        fact(f"{len(groups)} state group(s), at least one block each per request", pinned, "blocks"),
+        "KVC302", "warning" if pressed(case, limits) else "info",
+        f"{human_count(most)} running requests pin {pinned / case.usable:.0%} of the pool with state blocks",
+        fact(f"{'' if case.info.groups else 'at least '}{groups} state group(s), at least one block each per request", pinned, "blocks"),
         fact("usable blocks", case.usable, "blocks"),
+        remedy="Lower --max-num-seqs, or give the cache more memory (--gpu-memory-utilization): a request holds the state "
+        "it runs on however short it is.",
     )  # fmt: skip
 
 

@@ -56,6 +56,8 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
     state_share: float = 0.25
     #: of the used pool, in states that long prompts leave behind
     state_page_share: float = 0.15
+    #: a prompt leaves states behind when it spans this many of their intervals
+    long_prompt_states: int = 10
     #: observations of a residency histogram before it says anything
     lifetimes: int = 10
     rank_ratio: float = 0.10

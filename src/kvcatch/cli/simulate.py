@@ -71,6 +71,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="leading tokens kept longest under --policy protect",
     )
     parser.add_argument(
+        "--floors",
+        default="",
+        metavar="TENANT=SHARE,...",
+        help="of the pool, for proven prefixes kept longest under --policy floors; * = every other tenant",
+    )
+    parser.add_argument(
         "--tenant-key",
         default="",
         metavar="FIELD",
@@ -94,11 +100,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Simulate and print. Raises KVCatchError for bad options and traces that cannot be read."""
     from kvcatch.cli import simulate_grid
-    from kvcatch.simulator.policies import POLICIES
+    from kvcatch.simulator.policies import POLICIES, RUNNABLE
 
     if args.policy == "help":
         width = max(map(len, POLICIES))
-        print("\n".join(f"{name:<{width}}  evicts first {what}" for name, what in POLICIES.items()))
+        for name, what in POLICIES.items():
+            print(f"{name:<{width}}  evicts first {what}  [{RUNNABLE.get(name, 'bound only')}]")
         return 0
     documents = [_one(trace, args) for trace in args.traces]
     simulate_grid.write(args, documents)
@@ -117,6 +124,7 @@ def run(args: argparse.Namespace) -> int:
 
 def _one(trace: str, args: argparse.Namespace) -> dict[str, Any]:
     from kvcatch.cli.simulate_grid import workers_of
+    from kvcatch.policy.protect import parse_floors
     from kvcatch.simulator.bounds import ladder
     from kvcatch.simulator.curve import hit_curve
     from kvcatch.simulator.whatif import default_block_size, sweep
@@ -143,6 +151,7 @@ def _one(trace: str, args: argparse.Namespace) -> dict[str, Any]:
     results = sweep(
         workload, rooms, sizes, policies, workers=workers_of(args), progress=_progress, engine_rules=rules,
         pinned=[word for word in args.pinned.split(",") if word], protect_tokens=args.protect_tokens,
+        floors=parse_floors(args.floors, "--floors"),
     )  # fmt: skip
     document["results"] = [result.to_dict() for result in results]
     per_token = parse_size(args.kv_bytes_per_token) if args.kv_bytes_per_token else None
@@ -282,6 +291,8 @@ def _print_results(workload: Workload, results: Sequence[Simulation]) -> None:
                 f"            {tenant.tenant or '(none)':<17} {human_count(tenant.hit_tokens):>14} "
                 f"{human_ratio(tenant.token_hit_ratio, 2):>15}  of {human_count(tenant.queried_tokens)} tokens"
             )
+    if bounds := sorted({one.policy for one in results if one.runs_on is None}):
+        print(f"Bound only, no engine evicts so: {', '.join(bounds)}.")
     if any(one.hit_tokens_ceiling > one.hit_tokens for one in results):
         print("A range: the trace's ids do not tell how far sharing goes within a block.")
 

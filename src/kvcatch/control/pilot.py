@@ -13,10 +13,10 @@ from typing import Any
 
 from kvcatch.capture.tags import request_tags
 from kvcatch.control.enginepool import Sharing, block_table
-from kvcatch.control.keeper import Keeper
 from kvcatch.policy import governor as why
 from kvcatch.policy.eviction import EVICTIONS, Runner, victims
 from kvcatch.policy.governor import Governor
+from kvcatch.policy.keeper import Keeper
 from kvcatch.policy.protect import Protection
 from kvcatch.policy.settings import Settings
 from kvcatch.policy.waiting import Job
@@ -83,7 +83,9 @@ class Pilot:
         self._keeper: Keeper | None = None
         if settings.protect and settings.mode != "observe" and getattr(manager, "enable_caching", False):
             protection = Protection(dict(settings.protect), self._usable)
-            self._keeper = Keeper(manager, protection, int(scheduler.max_num_scheduled_tokens))
+            self._groups = list(manager.coordinator.single_type_managers)
+            sizes = [int(group.block_size) for group in self._groups]
+            self._keeper = Keeper(self._pool, sizes, protection, int(scheduler.max_num_scheduled_tokens))
         self._eviction = EVICTIONS[settings.victim]()
         self._step = 0
         self._pick: Job | None = None
@@ -348,6 +350,8 @@ class Pilot:
         )
         for request_id in admitted:
             self._admit(request_id, scheduled.get(request_id, 0))
+        if self._keeper is not None:
+            self._keeper.after_step(sum(scheduled.values()), len(scheduled))
         self._taken.clear()
         for request_id, job in list(self._prefilling.items()):
             if request_id not in admitted:
@@ -368,8 +372,15 @@ class Pilot:
         if shared is not None:
             self._shared[request_id] = shared
         computed = int(request.num_computed_tokens)
-        if self._keeper is not None and computed > count and not request.num_preemptions:
-            self._keeper.admitted(request_id, job.tenant, computed - count)
+        if self._keeper is not None and computed > count:
+            # What a preempted request finds again may be its own.
+            self._keeper.admitted(
+                None if request.num_preemptions else job.tenant,
+                [
+                    group.req_to_blocks.get(request_id, ())[: (computed - count) // group.block_size]
+                    for group in self._groups
+                ],
+            )
         self.governor.admit(job, computed, shared)
         self.governor.line.virtual.serve(job.tenant, input_tokens=job.tokens)
         if job.plan is not None:

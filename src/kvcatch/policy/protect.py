@@ -15,8 +15,8 @@ from kvcatch.errors import KVCatchError
 MOST_OF_POOL = 0.5
 
 
-def parse_floors(text: str) -> dict[str, float]:
-    """``chat=0.1,agents=0.2`` (``*`` = every other tenant) to shares of the pool. Raises KVCatchError."""
+def parse_floors(text: str, source: str = "KVCATCH_PROTECT") -> dict[str, float]:
+    """``chat=0.1,agents=0.2`` (``*`` = every other tenant) to shares of the pool. Raises KVCatchError naming ``source``."""
     floors: dict[str, float] = {}
     for part in filter(None, (word.strip() for word in text.split(","))):
         tenant, _, share = part.partition("=")
@@ -26,13 +26,13 @@ def parse_floors(text: str) -> dict[str, float]:
             value = -1.0
         if not tenant or not 0 < value <= MOST_OF_POOL:
             raise KVCatchError(
-                f"KVCATCH_PROTECT: {part!r} is not TENANT=SHARE with a share above 0 and up to {MOST_OF_POOL}.",
+                f"{source}: {part!r} is not TENANT=SHARE with a share above 0 and up to {MOST_OF_POOL}.",
                 "Write for example chat=0.1,agents=0.2.",
             )
         floors[tenant] = value
     if sum(floors.values()) > MOST_OF_POOL:
         raise KVCatchError(
-            f"KVCATCH_PROTECT: the shares add up to {sum(floors.values()):g}, more than {MOST_OF_POOL}.",
+            f"{source}: the shares add up to {sum(floors.values()):g}, more than {MOST_OF_POOL}.",
             "Leave the rest of the pool to running requests.",
         )
     return floors

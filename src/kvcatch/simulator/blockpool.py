@@ -51,6 +51,10 @@ class FreeQueue:
         block.prev_free_block = block.next_free_block = None
         self.num_free_blocks -= 1
 
+    def append(self, block: Block) -> None:
+        """Add one block at the tail: reused last."""
+        self.append_n([block])
+
     def append_n(self, blocks: list[Block]) -> None:
         """Add at the tail: reused last."""
         before = self.fake_free_list_tail.prev_free_block

@@ -20,12 +20,19 @@ Array = npt.NDArray[Any]
 POLICIES = {
     "lru": "the least recently used block, as vLLM does",
     "lru-append": "as vLLM 0.12: like lru, blocks without content are not reused first",
+    "floors": "blocks outside the floors of tenants, then the least recent, as the scheduler plugin does",
     "fifo": "the block that was stored first",
     "lfu": "the block used least often while cached, then the least recent",
     "length": "the block deepest in its prompt (Mooncake's LengthAwareCache), then the least recent",
     "priority": "blocks of unpinned tenants before those of pinned ones, then the least recent",
     "protect": "blocks beyond the protected prefix before those inside, then the least recent",
     "belady": "the block whose next use is farthest away: the bound, it knows the future",
+}
+#: name -> what makes an engine evict so; the others exist in the simulation only, as bounds
+RUNNABLE = {
+    "lru": "vLLM",
+    "lru-append": "vLLM 0.12",
+    "floors": "KVCatchScheduler with KVCATCH_PROTECT",
 }
 _FIFO, _LFU, _LENGTH, _PRIORITY, _PROTECT, _BELADY, _LRU = range(7)
 _CODES = {

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
 from typing import Any
@@ -13,7 +13,8 @@ import numpy.typing as npt
 from kvcatch.errors import KVCatchError
 from kvcatch.results import Result
 from kvcatch.simulator import pool
-from kvcatch.simulator.policies import check_policy, policy_hits
+from kvcatch.simulator.floors import floored_pool
+from kvcatch.simulator.policies import RUNNABLE, check_policy, policy_hits
 from kvcatch.simulator.workers import Workers, run_all
 from kvcatch.workload import BlockView, Workload
 
@@ -36,7 +37,8 @@ class Simulation(Result, frozen=True):
     num_blocks: as vLLM's ``num_gpu_blocks``, the null block included (without engine rules: the capacity);
     None is unlimited. hit_tokens: lower bound where ``exact`` is False, with ``hit_tokens_ceiling`` above it.
     queried_* and hit_*: of requests that fit; rejected_requests need more blocks than the pool has.
-    preemptions and recomputed_tokens are None: requests come one after the other here.
+    preemptions and recomputed_tokens are None: requests come one after the other here. runs_on: what makes an
+    engine evict in this order, None for a bound that no engine runs.
     """
 
     trace: str
@@ -62,6 +64,7 @@ class Simulation(Result, frozen=True):
     peak_active_blocks: int | None = None
     internal_fragmentation_ratio: float | None = None
     tenants: tuple[TenantHits, ...] = ()
+    runs_on: str | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -103,6 +106,7 @@ def simulate(
     engine_rules: bool = True,
     pinned: Sequence[str] = (),
     protect_tokens: int = 0,
+    floors: Mapping[str, float] | None = None,
     view: BlockView | None = None,
 ) -> Simulation:
     """Serve the workload's requests one after the other.
@@ -115,10 +119,11 @@ def simulate(
         engine_rules: vLLM's rules; False: plain prefix caching over the listed ids.
         pinned: tenants whose blocks are evicted last (policy ``priority``).
         protect_tokens: leading tokens of every prompt that are evicted last (policy ``protect``).
+        floors: tenant -> share of the pool, ``*`` for every other (policy ``floors``; ``policy.protect.parse_floors``).
         view: the workload's blocks, when they are at hand.
 
     Raises:
-        KVCatchError: a size that is not positive, an unknown policy or tenant.
+        KVCatchError: a size that is not positive, an unknown policy or tenant, ``floors`` without floors.
     """
     size = block_size or default_block_size(workload)
     check_policy(policy)
@@ -126,9 +131,15 @@ def simulate(
         raise KVCatchError(
             f"{num_blocks} blocks: one is the null block.", "Give at least 2 with --num-blocks."
         )
-    if unknown := [name for name in pinned if name not in workload.tenants]:
+    named = [*pinned, *(name for name in floors or () if name != "*")]
+    if unknown := [name for name in named if name not in workload.tenants]:
         raise KVCatchError(
             f"no tenant {unknown[0]!r} in {workload.name}.", f"It has {list(workload.tenants)}."
+        )
+    if policy == "floors" and not (floors and engine_rules):
+        raise KVCatchError(
+            "policy floors needs floors and the engine's rules.",
+            "Give --floors chat=0.1 (* = everybody else).",
         )
     view = view or workload.blocks(size)
     blocks = shape(workload, view, engine_rules)
@@ -138,6 +149,13 @@ def simulate(
         hits, totals = pool.serial_pool(
             view.ids, view.offsets, workload.prompt_tokens, workload.output_tokens, view.num_ids, capacity + 1,
             size, policy == "lru-append",
+        )  # fmt: skip
+        evicted = int(totals[pool.REMOVED])
+    elif policy == "floors" and floors:
+        names = [workload.tenants[index] for index in workload.tenant_index]
+        hits, totals = floored_pool(
+            view.ids, view.offsets, workload.prompt_tokens, workload.output_tokens, names, view.num_ids,
+            capacity + 1, size, floors,
         )  # fmt: skip
         evicted = int(totals[pool.REMOVED])
     elif policy in ("lru", "lru-append"):
@@ -233,6 +251,7 @@ def _result(
         peak_active_blocks=int(blocks.room[fits].max(initial=0)) if engine_rules else None,
         internal_fragmentation_ratio=1 - held / (slots * view.block_size) if engine_rules and slots else None,
         tenants=tenant_hits(workload, queried, tokens),
+        runs_on=RUNNABLE.get(policy),
     )
 
 

@@ -183,3 +183,24 @@ def free_order(pool: Any) -> list[int]:
         order.append(block.block_id)
         block = block.next_free_block
     return order
+
+
+def plain(output: Any) -> tuple[Any, ...]:
+    """A step's decision as plain values."""
+    cached = output.scheduled_cached_reqs
+    return (
+        {r.req_id: (r.block_ids, r.num_computed_tokens) for r in output.scheduled_new_reqs},
+        list(
+            zip(
+                cached.req_ids,
+                cached.new_block_ids,
+                cached.num_computed_tokens,
+                cached.num_output_tokens,
+                strict=True,
+            )
+        ),
+        set(cached.resumed_req_ids),
+        list(output.num_scheduled_tokens.items()),
+        set(output.preempted_req_ids or ()),
+        set(output.finished_req_ids),
+    )

@@ -10,6 +10,7 @@ import pytest
 
 from engine.simulator_oracle import (
     free_order,
+    plain,
     prompts,
     real_answer,
     real_request,
@@ -35,27 +36,6 @@ def chain(tokens: list[int], block_size: int) -> list[bytes]:
         parent = hashes[-1].hex() if hashes else ""
         hashes.append(hash_of(parent, *tokens[start : start + block_size]))
     return hashes
-
-
-def plain(output):
-    """The decision as plain values."""
-    cached = output.scheduled_cached_reqs
-    return (
-        {r.req_id: (r.block_ids, r.num_computed_tokens) for r in output.scheduled_new_reqs},
-        list(
-            zip(
-                cached.req_ids,
-                cached.new_block_ids,
-                cached.num_computed_tokens,
-                cached.num_output_tokens,
-                strict=True,
-            )
-        ),
-        set(cached.resumed_req_ids),
-        list(output.num_scheduled_tokens.items()),
-        set(output.preempted_req_ids or ()),
-        set(output.finished_req_ids),
-    )
 
 
 def drive(seed, folder):

@@ -64,6 +64,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--scheduler", metavar="NAME,...", default="stock",
         help="stock, or kvcatch's own in a mode: observe, backfill, backfill+peak; several are compared",
     )  # fmt: skip
+    group.add_argument(
+        "--async-scheduling", metavar="on|off,...",
+        help="whether the next step is decided while one is computed (default: recorded, or off)",
+    )  # fmt: skip
     group.add_argument("--speed", type=float, default=1.0, metavar="X", help="arrivals X times as fast")
     group.add_argument(
         "--step-cost", metavar="PART=TIME,...",
@@ -98,6 +102,10 @@ def settings_grid(
     cost = step_cost(args.step_cost)
     priorities = _priorities(args.priority)
     append_all = append_all or bool(info and info.engine_version.startswith("0.12."))
+    # A recorded engine's own way, where both ways are known: unlike an option it is no wish to be refused.
+    recorded = bool(info and info.async_scheduling) and priorities is None and not append_all
+    words = args.async_scheduling
+    overlaps = [_switch(word) for word in words.split(",")] if words else [recorded]
     return [
         EngineSettings(
             num_blocks=room or 0,
@@ -111,12 +119,22 @@ def settings_grid(
             reserve_full_prompt=not append_all,
             priorities=priorities,
             scheduler=scheduler,
+            async_scheduling=overlap,
             cost=cost,
         )
-        for size, room, most, budget, mark, scheduler in product(
-            sizes, rooms, seqs, tokens, marks, args.scheduler.split(",")
+        for size, room, most, budget, mark, scheduler, overlap in product(
+            sizes, rooms, seqs, tokens, marks, args.scheduler.split(","), overlaps
         )
     ]
+
+
+def _switch(word: str) -> bool:
+    """``on`` or ``off``. Raises KVCatchError."""
+    if word.strip() not in ("on", "off"):
+        raise KVCatchError(
+            f"--async-scheduling: {word!r} is neither on nor off.", "Write for example off,on."
+        )
+    return word.strip() == "on"
 
 
 def _priorities(text: str | None) -> dict[str, int] | None:
@@ -145,6 +163,7 @@ def fitted(
         max_num_seqs=info.max_num_seqs or 256,
         max_num_batched_tokens=info.max_num_batched_tokens or 2048,
         watermark=info.watermark_free_ratio or 0.0,
+        async_scheduling=bool(info.async_scheduling),
     )
     fit = fit_step_cost(workload, was, measured.first_token, measured.finished)
     return [msgspec.structs.replace(settings, cost=fit.cost) for settings in grid], fit.to_dict()
@@ -208,7 +227,8 @@ def validate(result: EngineSimulation, measured: Measured) -> list[Check]:
 
 def print_engine(workload: Workload, results: Sequence[EngineSimulation]) -> None:
     """A row for each setting."""
-    several = any(one.scheduler != "stock" for one in results)
+    names = [one.scheduler + (", async" if one.async_scheduling else "") for one in results]
+    several = any(name != "stock" for name in names)
     borders = sorted({one.long_prompt_tokens for one in results})
     words = human_count(borders[0]) + (f" to {human_count(borders[-1])}" if len(borders) > 1 else "")
     print(
@@ -220,7 +240,7 @@ def print_engine(workload: Workload, results: Sequence[EngineSimulation]) -> Non
         f"{'peak':>7} {'TTFT mean':>10} {'p99':>9} {'short p95':>9} {'long p95':>9} {'TPOT':>9} {'out tok/s':>9}"
         f"{'  scheduler' if several else ''}"
     )
-    for one in results:
+    for one, name in zip(results, names, strict=True):
         print(
             f"{human_count(one.num_blocks):>9} {one.block_size:>5} {one.max_num_seqs:>5} "
             f"{one.max_num_batched_tokens:>7} {one.watermark:>5.2f} {human_ratio(one.token_hit_ratio):>7} "
@@ -229,7 +249,7 @@ def print_engine(workload: Workload, results: Sequence[EngineSimulation]) -> Non
             f"{human_seconds(one.ttft_seconds.get('p99')):>9} "
             f"{human_seconds(one.ttft_short_seconds.get('p95')):>9} "
             f"{human_seconds(one.ttft_long_seconds.get('p95')):>9} {human_seconds(one.tpot_seconds.get('mean')):>9} "
-            f"{human_count(one.output_tokens_per_second):>9}{'  ' + one.scheduler if several else ''}"
+            f"{human_count(one.output_tokens_per_second):>9}{'  ' + name if several else ''}"
         )
         if one.rejected_requests:
             print(f"          {human_count(one.rejected_requests)} requests need more blocks than there are")

@@ -12,7 +12,7 @@ from kvcatch.control.pilot import Decision, Pilot
 from kvcatch.control.queue import GovernedLine
 from kvcatch.errors import KVCatchError
 from kvcatch.policy.settings import MODES, Settings, settings_from
-from kvcatch.simulator.embedded import Scheduler, SchedulerOutput
+from kvcatch.simulator.embedded import AsyncScheduler, Scheduler, SchedulerOutput
 from kvcatch.simulator.engine import EngineSettings, Served, serve
 from kvcatch.simulator.stepwise import scheduler_arguments, serve_stepwise
 from kvcatch.workload import BlockView, Workload
@@ -20,8 +20,11 @@ from kvcatch.workload import BlockView, Workload
 logger = logging.getLogger("kvcatch")
 
 
-class GovernedScheduler(Scheduler):
+class _Governed(Scheduler):
     """The embedded engine with the plugin's pilot at its waiting queue, as in ``control.scheduler``."""
+
+    #: batches in flight at once
+    depth = 1
 
     def __init__(self, policy: Settings, clock: Callable[[], float], **arguments: Any) -> None:
         """clock: seconds, as the policy's patience is measured; arguments: of ``embedded.Scheduler``."""
@@ -29,7 +32,9 @@ class GovernedScheduler(Scheduler):
         # The rest of what the pilot reads of a vLLM scheduler.
         self.policy = SimpleNamespace(value="fcfs")
         self.vllm_config = SimpleNamespace(
-            scheduler_config=SimpleNamespace(), parallel_config=SimpleNamespace(), max_concurrent_batches=1
+            scheduler_config=SimpleNamespace(),
+            parallel_config=SimpleNamespace(),
+            max_concurrent_batches=self.depth,
         )
         self.kvcatch_decisions: list[Decision] = []
         self.pilot = Pilot(self, policy, logger, self.kvcatch_decisions)
@@ -42,6 +47,16 @@ class GovernedScheduler(Scheduler):
             raise RuntimeError("the scheduler policy failed, see the warning above")
         output: SchedulerOutput = self.pilot.run(super().schedule)
         return output
+
+
+class GovernedScheduler(_Governed):
+    """For engines without async scheduling."""
+
+
+class GovernedAsyncScheduler(_Governed, AsyncScheduler):
+    """For engines with async scheduling."""
+
+    depth = 2
 
 
 def serve_governed(workload: Workload, settings: EngineSettings, view: BlockView) -> Served:
@@ -59,6 +74,7 @@ def serve_governed(workload: Workload, settings: EngineSettings, view: BlockView
     policy = settings_from({**os.environ, "KVCATCH_SCHEDULER_MODE": settings.scheduler})
 
     def build(chosen: EngineSettings, max_model_len: int, clock: Callable[[], float]) -> Scheduler:
-        return GovernedScheduler(policy, clock, **scheduler_arguments(chosen, max_model_len))
+        kind = GovernedAsyncScheduler if chosen.async_scheduling else GovernedScheduler
+        return kind(policy, clock, **scheduler_arguments(chosen, max_model_len))
 
     return serve_stepwise(workload, settings, view, build)

@@ -79,6 +79,11 @@ class Request:
         self.num_prompt_tokens = num_prompt_tokens
         self.num_output_tokens = 0
         self.num_computed_tokens = 0
+        # With two batches in flight: tokens scheduled and not answered, of these those that a preemption has
+        # overtaken, and sampled tokens that are counted but not known yet.
+        self.num_in_flight_tokens = 0
+        self.num_stale_output_tokens = 0
+        self.num_output_placeholders = 0
         self.max_tokens = max_tokens
         self.stops_after = max_tokens if stops_after is None else stops_after
         self.block_hashes = list(block_hashes)
@@ -258,11 +263,13 @@ class KVCacheManager:
             self.manager.num_cached_block[request.request_id] = len(hit)
         new = self.block_pool.get_new_blocks(needed) if needed else []
         blocks.extend(new)
-        if self.enable_caching:
-            self._cache_blocks(request, min(computed + num_new_tokens, request.num_tokens))
+        self.cache_blocks(request, min(computed + num_new_tokens, request.num_tokens))
         return new
 
-    def _cache_blocks(self, request: Request, num_tokens: int) -> None:
+    def cache_blocks(self, request: Request, num_tokens: int) -> None:
+        """Make the full blocks of a request's first ``num_tokens`` tokens findable."""
+        if not self.enable_caching:
+            return
         start = self.manager.num_cached_block[request.request_id]
         full = num_tokens // self.block_size
         blocks = self.manager.req_to_blocks[request.request_id]
@@ -329,6 +336,10 @@ class Scheduler:
         """Whether anything runs or waits."""
         return bool(self.running or self.waiting)
 
+    def has_requests(self) -> bool:
+        """Whether a step is due: anything runs or waits, or ended since the last step."""
+        return self.has_unfinished_requests() or bool(self.finished_req_ids)
+
     def schedule(self) -> SchedulerOutput:
         """Decide one step: running requests first, then waiting ones while nothing was preempted."""
         budget = self.max_num_scheduled_tokens
@@ -338,8 +349,14 @@ class Scheduler:
         index = 0
         while index < len(self.running) and budget > 0:
             request = self.running[index]
+            ahead = request.num_output_placeholders
+            if ahead and (
+                request.num_computed_tokens + 2 - ahead >= request.num_prompt_tokens + request.max_tokens
+            ):
+                index += 1  # the token in flight is its last
+                continue
             wanted = min(
-                request.num_tokens - request.num_computed_tokens,
+                request.num_tokens + ahead - request.num_computed_tokens,
                 budget,
                 self.max_model_len - request.num_computed_tokens - 1,
             )
@@ -398,11 +415,16 @@ class Scheduler:
             preempted_req_ids=self.reset_preempted_req_ids,
             finished_req_ids=self.finished_req_ids,
         )
-        for request_id, count in scheduled.items():
-            self.requests[request_id].num_computed_tokens += count
+        self._update_after_schedule(output)
+        return output
+
+    def _update_after_schedule(self, output: SchedulerOutput) -> None:
+        for request_id, count in output.num_scheduled_tokens.items():
+            request = self.requests[request_id]
+            request.num_computed_tokens += count
+            request.num_in_flight_tokens += count
         self.finished_req_ids = set()
         self.reset_preempted_req_ids = set()
-        return output
 
     @staticmethod
     def _note_cached(
@@ -411,12 +433,14 @@ class Scheduler:
         cached.req_ids.append(request.request_id)
         cached.new_block_ids.append(block_ids)
         cached.num_computed_tokens.append(request.num_computed_tokens)
-        cached.num_output_tokens.append(request.num_output_tokens)
+        cached.num_output_tokens.append(request.num_output_tokens + request.num_output_placeholders)
 
     def _preempt_request(self, request: Request, timestamp: float) -> None:
         self.kv_cache_manager.free(request)
         request.status = RequestStatus.PREEMPTED
         request.num_computed_tokens = 0
+        request.num_stale_output_tokens = request.num_in_flight_tokens
+        request.num_output_placeholders = 0
         request.num_preemptions += 1
         self.waiting.prepend_request(request)
         self.reset_preempted_req_ids.add(request.request_id)
@@ -426,10 +450,14 @@ class Scheduler:
     ) -> list[Request]:
         """Append the sampled tokens and end what is complete. Returns the requests that ended."""
         ended = []
-        for request_id in scheduler_output.num_scheduled_tokens:
+        for request_id, count in scheduler_output.num_scheduled_tokens.items():
             request = self.requests.get(request_id)
             if request is None or request.is_finished():
                 continue
+            request.num_in_flight_tokens -= count
+            stale = request.num_stale_output_tokens > 0
+            if stale:
+                request.num_stale_output_tokens -= count
             tokens = model_runner_output.sampled_token_ids[model_runner_output.req_id_to_index[request_id]]
             for _ in tokens:
                 request.num_output_tokens += 1
@@ -437,6 +465,7 @@ class Scheduler:
                     request.block_hashes.append(hash_of(request_id, len(request.block_hashes)))
                 made, most = request.num_output_tokens, request.max_tokens
                 capped = made >= most or request.num_tokens >= self.max_model_len
+                self._sampled(request, stale)
                 if capped or made >= request.stops_after:
                     request.status = (
                         RequestStatus.FINISHED_LENGTH_CAPPED if capped else RequestStatus.FINISHED_STOPPED
@@ -446,6 +475,9 @@ class Scheduler:
         for request in ended:
             self._remove(request)
         return ended
+
+    def _sampled(self, request: Request, stale: bool) -> None:
+        """One more token of a request is known; ``stale``: it was in flight when the request was preempted."""
 
     def finish_requests(self, request_ids: str | Iterable[str], finished_status: RequestStatus) -> None:
         """End requests from outside, as a client that hangs up does."""
@@ -465,8 +497,31 @@ class Scheduler:
         del self.requests[request.request_id]
 
 
+class AsyncScheduler(Scheduler):
+    """Schedules the next batch while one is in flight (vLLM 0.32, ``AsyncScheduler``).
+
+    A token that is still being sampled is counted as a placeholder, so that the step after it can be scheduled. With two
+    batches in flight, what a preemption has overtaken arrives before the next step; nobody resumes without it.
+    """
+
+    def _update_after_schedule(self, output: SchedulerOutput) -> None:
+        super()._update_after_schedule(output)
+        for request_id in output.num_scheduled_tokens:
+            request = self.requests[request_id]
+            if request.num_computed_tokens >= request.num_tokens + request.num_output_placeholders:
+                request.num_output_placeholders += 1
+
+    def _sampled(self, request: Request, stale: bool) -> None:
+        if not stale:
+            request.num_output_placeholders -= 1
+        if request.status == RequestStatus.RUNNING:
+            self.kv_cache_manager.cache_blocks(
+                request, request.num_computed_tokens - request.num_output_placeholders
+            )
+
+
 def sample(scheduler: Scheduler, output: SchedulerOutput) -> ModelRunnerOutput:
-    """What a model would answer: one token for every request whose known tokens are all computed."""
+    """What a model would answer to the step just scheduled: a token where the known tokens are all computed."""
     ids = list(output.num_scheduled_tokens)
     requests = (scheduler.requests[request_id] for request_id in ids)
     tokens = [[0] if request.num_computed_tokens >= request.num_tokens else [] for request in requests]

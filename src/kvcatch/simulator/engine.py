@@ -26,6 +26,7 @@ class EngineSettings(msgspec.Struct, frozen=True, kw_only=True):
     append_all and reserve_full_prompt=False: the free queue and the admission of vLLM 0.12. priorities: tenant -> number,
     the smallest first, tenants left out at 0 (vLLM's ``--scheduling-policy priority``); None: first come, first served.
     scheduler: ``stock``, or a mode of kvcatch's scheduler, which ``kvcatch.control.rehearsal.serve_governed`` runs.
+    async_scheduling: the next batch is decided while one is computed.
     """
 
     num_blocks: int
@@ -39,6 +40,7 @@ class EngineSettings(msgspec.Struct, frozen=True, kw_only=True):
     reserve_full_prompt: bool = True
     priorities: dict[str, int] | None = None
     scheduler: str = "stock"
+    async_scheduling: bool = False
     cost: StepCost = StepCost()
 
 
@@ -54,6 +56,7 @@ class EngineSimulation(Result, frozen=True):
     watermark: float
     scheduling: str
     scheduler: str
+    async_scheduling: bool
     requests: int
     rejected_requests: int
     queried_tokens: int
@@ -109,6 +112,15 @@ def lengths(workload: Workload, settings: EngineSettings) -> tuple[Array, Array]
     return output, (room <= settings.num_blocks - 1) & (output > 0)
 
 
+def limits(workload: Workload, settings: EngineSettings, output: Array) -> Array:
+    """The most output tokens that the scheduler expects of each request, at least the ``output`` it gets."""
+    asked = output if workload.max_tokens is None else np.maximum(workload.max_tokens, output)
+    if settings.max_model_len is None:
+        return asked
+    short: Array = np.minimum(asked, settings.max_model_len - workload.prompt_tokens)
+    return short
+
+
 def serve(
     workload: Workload, settings: EngineSettings, view: BlockView | None = None, *, log_steps: int = 0
 ) -> Served:
@@ -132,7 +144,8 @@ def serve(
         generated[:-1][fits], tables, int(generated[-1]), settings.num_blocks, size, settings.max_num_seqs,
         settings.max_num_batched_tokens, int(settings.watermark * settings.num_blocks),
         settings.enable_prefix_caching, settings.append_all, settings.reserve_full_prompt,
-        _priority(workload, settings, fits), settings.cost.array(), log,
+        _priority(workload, settings, fits), limits(workload, settings, output)[fits],
+        2 if settings.async_scheduling else 1, settings.cost.array(), log,
     )  # fmt: skip
     wide_times = np.full((len(workload), 3), np.nan)
     wide_counts = np.full((len(workload), 3), -1, np.int64)
@@ -168,8 +181,7 @@ def longest_request(workload: Workload, settings: EngineSettings) -> int:
     if settings.max_model_len is not None:
         return settings.max_model_len
     output, fits = lengths(workload, settings)
-    limit = output if workload.max_tokens is None else np.maximum(workload.max_tokens, output)
-    return int((workload.prompt_tokens + limit)[fits].max(initial=1))
+    return int((workload.prompt_tokens + limits(workload, settings, output))[fits].max(initial=1))
 
 
 def long_prompt_tokens(workload: Workload, settings: EngineSettings) -> int:
@@ -213,6 +225,7 @@ def simulate_engine(
         watermark=settings.watermark,
         scheduling="fcfs" if settings.priorities is None else "priority",
         scheduler=settings.scheduler,
+        async_scheduling=settings.async_scheduling,
         requests=len(workload),
         rejected_requests=int((~fits).sum()),
         queried_tokens=queried,
@@ -287,5 +300,12 @@ def check(settings: EngineSettings) -> None:
             raise KVCatchError(
                 f"{name} = {getattr(settings, name)} is below {least}.", "Give a larger value."
             )
+    if settings.async_scheduling and (
+        settings.priorities is not None or settings.append_all or not settings.reserve_full_prompt
+    ):
+        raise KVCatchError(
+            "async scheduling is simulated with the rules of vLLM 0.24 and later, first come first served.",
+            "Leave out --priority and lru-append, or take --async-scheduling off.",
+        )
     if not 0 <= settings.watermark < 1:
         raise KVCatchError(f"watermark {settings.watermark} is not in [0, 1).", "It is a fraction kept free.")

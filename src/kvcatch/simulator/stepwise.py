@@ -6,6 +6,7 @@ names, such as one that chooses from the waiting queue differently, is run the s
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable
 from typing import Any
 
@@ -14,8 +15,16 @@ import numpy as np
 from kvcatch.errors import KVCatchError
 from kvcatch.simulator import batching as kernel
 from kvcatch.simulator.cost import StepCost
-from kvcatch.simulator.embedded import Request, Scheduler, SchedulerOutput, hash_of, sample
-from kvcatch.simulator.engine import EngineSettings, Served, check, lengths, longest_request
+from kvcatch.simulator.embedded import (
+    AsyncScheduler,
+    ModelRunnerOutput,
+    Request,
+    Scheduler,
+    SchedulerOutput,
+    hash_of,
+    sample,
+)
+from kvcatch.simulator.engine import EngineSettings, Served, check, lengths, limits, longest_request
 from kvcatch.workload import BlockView, Workload
 
 #: makes the scheduler of a run; the function tells the simulated time in seconds
@@ -23,7 +32,11 @@ Build = Callable[[EngineSettings, int, Callable[[], float]], Scheduler]
 
 
 class Stepwise:
-    """One run. ``decided`` holds what the last step scheduled, ``now`` the simulated seconds."""
+    """One run, in the order of calls of vLLM's engine core.
+
+    With async scheduling two batches are in flight: the next one is decided as soon as the one before it starts to be
+    computed. ``now``: simulated seconds.
+    """
 
     def __init__(self, workload: Workload, settings: EngineSettings, view: BlockView, build: Build) -> None:
         """Raises KVCatchError for settings that no engine, or only the fast one, has."""
@@ -34,12 +47,14 @@ class Stepwise:
                 "Leave out --priority and lru-append, or --scheduler.",
             )
         self.now = 0.0
+        self.depth = 2 if settings.async_scheduling else 1
+        #: batches that are computed, oldest first: what was decided, the answer, when it is there
+        self.flying: deque[tuple[SchedulerOutput, ModelRunnerOutput, float]] = deque()
         self.cost = settings.cost
         self.workload = workload
         self.view = view
         self.output, self.fits = lengths(workload, settings)
-        limit = workload.max_tokens if workload.max_tokens is not None else self.output
-        self.limit = np.maximum(limit, self.output)
+        self.limit = limits(workload, settings, self.output)
         self.scheduler = build(settings, longest_request(workload, settings), lambda: self.now)
         self.coming = np.flatnonzero(self.fits)
         self.hashes: dict[int, bytes] = {}
@@ -48,30 +63,37 @@ class Stepwise:
         self.counts[self.fits] = 0
         self.high: dict[str, int] = {}
         self.totals = np.zeros(kernel.TOTALS, np.int64)
-        self.decided: SchedulerOutput | None = None
 
     def step(self) -> bool:
-        """Arrivals, one step, its answer. False when everything is done."""
+        """Arrivals, one batch decided, and the oldest answer unless one more batch may fly. False at the end."""
         scheduler = self.scheduler
         arrival = self.workload.arrival_seconds
-        if not scheduler.has_unfinished_requests():
+        if not scheduler.has_requests() and not self.flying:
             if not len(self.coming):
                 return False
             self.now = max(self.now, float(arrival[self.coming[0]]))
         while len(self.coming) and arrival[self.coming[0]] <= self.now:
             scheduler.add_request(self._request(int(self.coming[0])))
             self.coming = self.coming[1:]
-        decided = self.decided = scheduler.schedule()
-        self._see(decided)
-        self.now += self._seconds(decided)
-        answer = sample(scheduler, decided)
+        if scheduler.has_requests():
+            decided = scheduler.schedule()
+            self._see(decided)
+            start = self.flying[-1][2] if self.flying else self.now
+            self.flying.append((decided, sample(scheduler, decided), start + self._seconds(decided)))
+            if len(self.flying) < self.depth and (decided.num_scheduled_tokens or scheduler.has_requests()):
+                return True
+        self._answer()
+        return True
+
+    def _answer(self) -> None:
+        decided, answer, ready = self.flying.popleft()
+        self.now = max(self.now, ready)
         for name, tokens in zip(answer.req_ids, answer.sampled_token_ids, strict=True):
             row = self.times[int(name)]
             if tokens and np.isnan(row[kernel.FIRST_TOKEN]):
                 row[kernel.FIRST_TOKEN] = self.now
-        for request in scheduler.update_from_output(decided, answer):
+        for request in self.scheduler.update_from_output(decided, answer):
             self.times[int(request.request_id), kernel.FINISHED] = self.now
-        return True
 
     def served(self) -> Served:
         """What became of the requests."""
@@ -107,13 +129,15 @@ class Stepwise:
             end, high = scheduler.requests[name].num_computed_tokens, self.high.get(name, 0)
             counts[int(name), kernel.RECOMPUTED] += max(0, min(end, high) - (end - count))
             self.high[name] = max(high, end)
+        totals[kernel.PREEMPTIONS] += len(decided.preempted_req_ids)
+        totals[kernel.RECOMPUTES] += len(decided.scheduled_cached_reqs.resumed_req_ids)
+        if not decided.num_scheduled_tokens:
+            return  # nothing to compute: who ended is told to the workers
         pool = scheduler.kv_cache_manager.block_pool
         active = pool.num_gpu_blocks - 1 - pool.get_num_free_blocks()
         held = scheduler.kv_cache_manager.manager.req_to_blocks
         slots = sum(len(held[request.request_id]) for request in scheduler.running) * scheduler.block_size
         totals[kernel.STEPS] += 1
-        totals[kernel.PREEMPTIONS] += len(decided.preempted_req_ids)
-        totals[kernel.RECOMPUTES] += len(decided.scheduled_cached_reqs.resumed_req_ids)
         totals[kernel.BLOCK_STEPS] += active
         totals[kernel.SLACK_STEPS] += slots - sum(r.num_computed_tokens for r in scheduler.running)
         totals[kernel.FULL_STEPS] += pool.get_num_free_blocks() == 0
@@ -126,6 +150,8 @@ class Stepwise:
 
     def _seconds(self, decided: SchedulerOutput) -> float:
         """The cost model of the fast engine: a decode reads its context, a prefill attends to what is before it."""
+        if not decided.num_scheduled_tokens:
+            return 0.0
         cost: StepCost = self.cost
         seconds = cost.fixed
         for name, count in decided.num_scheduled_tokens.items():
@@ -140,7 +166,9 @@ class Stepwise:
 
 def stock(settings: EngineSettings, max_model_len: int, clock: Callable[[], float]) -> Scheduler:
     """vLLM's own order."""
-    return Scheduler(**scheduler_arguments(settings, max_model_len))
+    return (AsyncScheduler if settings.async_scheduling else Scheduler)(
+        **scheduler_arguments(settings, max_model_len)
+    )
 
 
 def scheduler_arguments(settings: EngineSettings, max_model_len: int) -> dict[str, Any]:

@@ -71,6 +71,7 @@ def workload_of(capture: Capture, *, client_times: bool = False) -> tuple[Worklo
     if short:
         notes.append(f"block hashes of {short} requests are incomplete: what they shared is unknown")
     rows = []
+    start = ended[0].arrival
     for number, request in enumerate(ended):
         named = request.hashes[: request.prompt // size]
         segments: list[tuple[object, int]] = [(name, size) for name in named]
@@ -79,7 +80,8 @@ def workload_of(capture: Capture, *, client_times: bool = False) -> tuple[Worklo
             segments.append((number, left))
         rows.append(
             {
-                "arrival": request.arrival / 1e9,
+                # Seconds since 1970 would be off by up to half a microsecond.
+                "arrival": (request.arrival - start) / 1e9,
                 "prompt": request.prompt,
                 "output": request.output,
                 "segments": segments,
@@ -90,7 +92,6 @@ def workload_of(capture: Capture, *, client_times: bool = False) -> tuple[Worklo
                 "max_tokens": request.max_tokens,
             }
         )
-    start = ended[0].arrival
     workload = build(capture.target, rows, grain=size, notes=notes)
     return workload, Measured(
         first_token=np.array([(r.first - start) / 1e9 if r.first else np.nan for r in ended]),

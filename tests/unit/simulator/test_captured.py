@@ -152,6 +152,18 @@ def test_chains_branch_and_survive_an_epoch():
     assert workload.notes == ("1 requests had not ended and are left out",)
 
 
+def test_arrivals_keep_their_nanoseconds_whatever_the_date():
+    # As seconds since 1970 a double holds half a microsecond; the distance of two arrivals is exact.
+    start = 1_796_125_579_697_217_903
+    rows = [
+        arrive(1, 40, start),
+        arrive(2, 40, start + 7_812_501),
+        finish(1, start + 10**9),
+        finish(2, start + 10**9),
+    ]
+    assert workload_of(Events(rows))[0].arrival_seconds.tolist() == [0.0, 0.007812501]
+
+
 def test_what_is_not_known_is_said():
     lone = [arrive(1, 40, 0, hashes=None), finish(1, 1)]
     assert "incomplete" in workload_of(Events(lone))[0].notes[0]

@@ -43,13 +43,15 @@ def workload(seed: int, requests: int = 60, loose: int = 1) -> Workload:
     return build("made up", rows, grain=16)
 
 
-@pytest.mark.parametrize("seed", range(12))
-def test_stock_equals_the_fast_engine(seed: int) -> None:
+@pytest.mark.parametrize("ahead", [False, True])
+@pytest.mark.parametrize("seed", range(24))
+def test_stock_equals_the_fast_engine(seed: int, ahead: bool) -> None:
     settings = EngineSettings(
-        num_blocks=[41, 61, 200][seed % 3], max_num_seqs=[4, 32][seed % 2], max_num_batched_tokens=[64, 512][seed // 6],
+        num_blocks=[41, 61, 200][seed % 3], max_num_seqs=[4, 32][seed % 2], max_num_batched_tokens=[64, 512][seed // 6 % 2],
         watermark=[0.0, 0.05][seed % 2], enable_prefix_caching=seed % 4 != 3, cost=COST,
+        async_scheduling=ahead,
     )  # fmt: skip
-    trace = workload(seed)
+    trace = workload(seed, loose=1 + seed // 12)
     fast, plain = serve(trace, settings), serve_stepwise(trace, settings, trace.blocks(16))
     for name in ("scheduled", "first_token", "finished", "cached_tokens", "preemptions", "recomputed_tokens"):
         np.testing.assert_array_equal(getattr(plain, name), getattr(fast, name), name)

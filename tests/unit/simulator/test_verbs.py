@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 from pathlib import Path
 
 import pytest
 
+from kvcatch.cli import simulate, simulate_engine
 from kvcatch.cli.main import main
+from kvcatch.events import EngineInfo
 
 SLICE = Path(__file__).parents[3] / "src/kvcatch/data/mooncake_conversation_2000.jsonl.gz"
 
@@ -115,6 +118,11 @@ def test_demo_shows_holders_curve_and_the_next_command(capsys, tmp_path, monkeyp
         (["--engine", "--num-blocks", "50", "--watermark", "1.5"], "not in [0, 1)"),
         (["--engine", "--num-blocks", "50", "--speed", "0"], "--speed 0.0 is not positive"),
         (["--engine", "--num-blocks", "50", "--policy", "lfu"], "evicts as vLLM does"),
+        (["--engine", "--num-blocks", "50", "--async-scheduling", "yes"], "'yes' is neither on nor off"),
+        (
+            ["--engine", "--num-blocks", "50", "--async-scheduling", "on", "--priority", "a=1"],
+            "first come first served",
+        ),
         (["--fit", "--engine", "--num-blocks", "50"], "holds no measured times"),
         (["--validate"], "holds no measured times"),
     ],
@@ -133,6 +141,44 @@ def test_engine_table(capsys):
     assert code == 0
     assert "TTFT mean" in out
     assert len(out.splitlines()) == 3
+
+
+def test_async_scheduling_is_a_column_and_a_field(capsys):
+    argv = [
+        "simulate",
+        SLICE,
+        "--engine",
+        "--num-blocks",
+        "640",
+        "--limit",
+        "50",
+        "--async-scheduling",
+        "off,on",
+    ]
+    code, out, _ = answer(capsys, *argv)
+    assert code == 0
+    assert [line.split("  ")[-1] for line in out.splitlines()[2:]] == ["stock", "stock, async"]
+    code, out, _ = answer(capsys, *argv, "--json")
+    assert [one["async_scheduling"] for one in json.loads(out)["results"]] == [False, True]
+
+
+@pytest.mark.parametrize(
+    ("version", "options", "expected"),
+    [
+        ("0.32.0", [], [True]),
+        ("0.32.0", ["--async-scheduling", "off"], [False]),
+        ("0.32.0", ["--async-scheduling", "off,on"], [False, True]),
+        ("0.32.0", ["--priority", "a=1"], [False]),  # known without async scheduling only
+        ("0.12.0", [], [False]),
+    ],
+)
+def test_a_recordings_async_scheduling_is_the_default(version, options, expected):
+    parser = argparse.ArgumentParser()
+    simulate.add_arguments(parser)
+    args = parser.parse_args(["engine.kvcap", *options])
+    info = EngineInfo(engine_version=version, async_scheduling=True)
+    grid = simulate_engine.settings_grid(args, [100], [16], info, lambda _option, _text: [], False)
+    assert [one.async_scheduling for one in grid] == expected
 
 
 def test_host_memory(capsys):

@@ -32,9 +32,23 @@ class Fake:
 
     @property
     def asked(self) -> list[dict[str, Any]]:
-        """Bodies without those of the warm-up."""
-        pairs = zip(self.bodies, self.headers, strict=True)
-        return [body for body, headers in pairs if "warm-up" not in headers["X-Request-Id"]]
+        """Bodies without those of the warm-up, as numbered by the sender.
+
+        Requests a few milliseconds apart come by connections of their own and may overtake each other.
+        """
+        return [body for _, _, body in self._numbered()]
+
+    @property
+    def ids(self) -> list[str]:
+        """Request ids of ``asked``."""
+        return [name for _, name, _ in self._numbered()]
+
+    def _numbered(self) -> list[tuple[int, str, dict[str, Any]]]:
+        names = [headers["X-Request-Id"] for headers in self.headers]
+        rows = [(name, body) for name, body in zip(names, self.bodies, strict=True) if "warm-up" not in name]
+        return sorted(
+            ((int(name.rpartition("r")[2]), name, body) for name, body in rows), key=lambda row: row[0]
+        )
 
 
 async def stream(request: web.Request, body: dict[str, Any]) -> web.StreamResponse:

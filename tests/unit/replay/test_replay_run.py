@@ -48,9 +48,10 @@ def test_lengths_tenants_and_order_are_the_workloads(fake: Fake, tmp_path: Path)
     assert [len(body["prompt"]) for body in fake.asked] == [32 + n for n in range(40)]
     assert [body["max_tokens"] for body in fake.asked] == [1 + n % 5 for n in range(40)]
     assert all(body["ignore_eos"] and body["min_tokens"] == body["max_tokens"] for body in fake.asked)
-    ids = [headers["X-Request-Id"] for headers in fake.headers[4:]]
-    assert ids[1] == "kvc~beta~~r1"
-    assert ids[0] == "r0"  # a blank cannot stand in a header's id
+    sent = [answer.sent_seconds for answer in done.answers]
+    assert sent == sorted(sent)
+    assert fake.ids[1] == "kvc~beta~~r1"
+    assert fake.ids[0] == "r0"  # a blank cannot stand in a header's id
     assert fake.asked[0]["vllm_xargs"] == {"kvcatch_tenant": "a team"}
     assert done.answers[7].output_tokens == 3
     assert read_replayed(path) == done

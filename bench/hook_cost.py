@@ -3,8 +3,9 @@
     .venv-engine/bin/python bench/hook_cost.py --requests 48     # prints one JSON document
 
 Every hook is timed from outside and its original from inside; the difference, less what the same two timers find
-around a hook that does nothing, is what kvcatch adds. ``requests`` decode at once, with new prompts joining as others
-finish.
+around a hook that does nothing, is what kvcatch adds. What is added on the engine's way from one model call to the next
+(``hook_us``) is told apart from what runs once the step is with the workers (``behind_us``, in ``get_grammar_bitmask``).
+``requests`` decode at once, with new prompts joining as others finish.
 """
 
 from __future__ import annotations
@@ -67,7 +68,7 @@ def measure(requests: int, steps: int, seed: int, folder: str) -> dict[str, floa
     from kvcatch.capture.hooks import Hooks
     from kvcatch.capture.plugin import start_recorder
 
-    outer, inner, schedule = [0, 0], [0, 0], [0, 0]
+    path, behind, schedule = ([0, 0], [0, 0]), ([0, 0], [0, 0]), [0, 0]
     case = Case(
         requests=requests * 6, num_blocks=requests * 40, max_num_seqs=requests, max_num_batched_tokens=8192,
         max_prompt=700, max_output=400, eos_ratio=0.0, abort_ratio=0.0, arrivals_per_step=0.0, seed=seed,
@@ -79,6 +80,7 @@ def measure(requests: int, steps: int, seed: int, folder: str) -> dict[str, floa
     def hook(self: Any, owner: Any, name: str, make: Any) -> None:
         original = getattr(owner, name)
         code = original.__code__ if hasattr(original, "__code__") else original.__func__.__code__
+        outer, inner = behind if name == "get_grammar_bitmask" else path
         inside = timed(original, inner)
         if name == "schedule":
             inside = timed(inside, schedule)
@@ -98,7 +100,7 @@ def measure(requests: int, steps: int, seed: int, folder: str) -> dict[str, floa
         driver.scheduler.add_request(driver.coming.popleft())
     for _ in range(60):
         driver._step()
-    for cell in (outer, inner, schedule):
+    for cell in (*path, *behind, schedule):
         cell[:] = (0, 0)
     words = recorder.ring.head
     done = 0
@@ -110,14 +112,20 @@ def measure(requests: int, steps: int, seed: int, folder: str) -> dict[str, floa
         running += len(driver.scheduler.running)
         done += 1
     assert recorder.active
-    timers = timers_ns() * outer[1]
+    timers = timers_ns()
+
+    def added(cells: tuple[list[int], list[int]]) -> float:
+        outer, inner = cells
+        return (outer[0] - inner[0] - timers * outer[1]) / done / 1e3
+
     return {
         "requests": requests,
         "steps": done,
         "running_mean": running / done,
-        "hook_us": (outer[0] - inner[0] - timers) / done / 1e3,
-        "timers_us": timers / done / 1e3,
-        "hook_calls": outer[1] / done,
+        "hook_us": added(path),
+        "behind_us": added(behind),
+        "timers_us": timers * (path[0][1] + behind[0][1]) / done / 1e3,
+        "hook_calls": (path[0][1] + behind[0][1]) / done,
         "schedule_us": schedule[0] / done / 1e3,
         "ring_bytes_per_step": 4 * (recorder.ring.head - words) / done,
     }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from operator import attrgetter
 from typing import Any
 
 from kvcatch.capture.hooks import Hooks
@@ -18,10 +19,13 @@ class _NoCode:
 class PoolWatch:
     """Counts the cached blocks of one pool in O(1) a call, from hooks on the pool."""
 
-    def __init__(self, pool: Any, out: bytearray, fail: Callable[[], None]) -> None:
-        """out: where a cleared cache is recorded; fail: called in an except block when a hook of ours raised."""
+    def __init__(
+        self, pool: Any, out: bytearray, before: Callable[[], None], fail: Callable[[], None]
+    ) -> None:
+        """out: where a cleared cache is recorded; before: called before that; fail: called in an except block when a hook of ours raised."""
         self.pool = pool
         self.out = out
+        self.before = before
         self.fail = fail
         self.caching = bool(getattr(pool, "enable_caching", True))
         self.active = False
@@ -29,6 +33,9 @@ class PoolWatch:
         self.evicted: list[int] = []  # blocks that lost their hash since the list was last taken
         self.freed = False  # blocks came back since this was last set to False
         self.recount = False
+        # The field behind the property, where there is one: read without a call of Python code.
+        known = pool.blocks[0]
+        self.hash_of = attrgetter("_block_hash" if hasattr(known, "_block_hash") else "block_hash")
         # Since partial blocks go to the front of the free queue, hashed blocks are taken only after them all.
         self.partial_first = "prepend_n" in getattr(pool.free_blocks, "__code__", _NoCode).co_names
 
@@ -64,25 +71,31 @@ class PoolWatch:
         )
 
     def _get_new_blocks(self, original: Any) -> Any:
-        queue = self.pool.free_block_queue
+        queue, hash_of = self.pool.free_block_queue, self.hash_of
 
         def get_new_blocks(num_blocks: int, *args: Any) -> Any:
-            cached = self.cached
-            if cached and not (self.partial_first and queue.num_free_blocks - cached >= num_blocks):
-                try:
-                    self._taken(queue.fake_free_list_head.next_free_block, num_blocks)
-                except Exception:  # noqa: BLE001 (nothing of ours may reach the engine)
-                    self.fail()
+            try:
+                if self.cached:
+                    block = queue.fake_free_list_head.next_free_block
+                    if num_blocks == 1:
+                        # What nearly every step of a decoding request asks for: nothing but this one look.
+                        if hash_of(block) is not None:
+                            self.evicted.append(block.block_id)
+                            self.cached -= 1
+                    elif not (self.partial_first and queue.num_free_blocks - self.cached >= num_blocks):
+                        self._taken(block, num_blocks)
+            except Exception:  # noqa: BLE001 (nothing of ours may reach the engine)
+                self.fail()
             return original(num_blocks, *args)
 
         return get_new_blocks
 
     def _taken(self, block: Any, num_blocks: int) -> None:
         """These blocks from the head of the free queue are about to be used anew: those with a hash lose it."""
-        for _ in range(num_blocks if self.active else 0):
+        for _ in range(num_blocks):
             if block is None:
                 break
-            if block.block_hash is not None:
+            if self.hash_of(block) is not None:
                 self.evicted.append(block.block_id)
                 self.cached -= 1
             block = block.next_free_block
@@ -100,22 +113,27 @@ class PoolWatch:
         return touch
 
     def _free_blocks(self, original: Any) -> Any:
-        caching = self.caching
+        queue, hash_of = self.pool.free_block_queue, self.hash_of
+        caching, split = self.caching, self.partial_first
 
         def free_blocks(ordered_blocks: Any, *args: Any, **kwargs: Any) -> Any:
-            blocks = ordered_blocks if type(ordered_blocks) is list else list(ordered_blocks)
-            result = original(blocks, *args, **kwargs)
+            if caching and not split:
+                ordered_blocks = list(ordered_blocks)
+            first, free = queue.fake_free_list_head.next_free_block, queue.num_free_blocks
+            result = original(ordered_blocks, *args, **kwargs)
             if self.active:
                 try:
                     self.freed = True
-                    if caching:
-                        self.cached += len(
-                            [
-                                1
-                                for b in blocks
-                                if b.ref_cnt == 0 and b.block_hash is not None and not b.is_null
-                            ]
-                        )
+                    if caching and split:
+                        # What has no hash went to the front of the queue, the rest to its end.
+                        block, plain = queue.fake_free_list_head.next_free_block, 0
+                        while block is not first and hash_of(block) is None:
+                            plain += 1
+                            block = block.next_free_block
+                        self.cached += queue.num_free_blocks - free - plain
+                    elif caching:  # the null block never has a hash
+                        hashes = zip(map(hash_of, ordered_blocks), ordered_blocks, strict=True)
+                        self.cached += len([1 for one, b in hashes if one is not None and b.ref_cnt == 0])
                 except Exception:  # noqa: BLE001 (nothing of ours may reach the engine)
                     self.fail()
             return result
@@ -124,6 +142,7 @@ class PoolWatch:
 
     def _reset_prefix_cache(self, original: Any) -> Any:
         def reset_prefix_cache(*args: Any, **kwargs: Any) -> Any:
+            self.before()
             result = original(*args, **kwargs)
             if result and self.active:
                 self.cached = 0

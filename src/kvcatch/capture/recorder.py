@@ -4,6 +4,10 @@ Nothing here locks, allocates without bound, formats or does I/O beyond a memory
 error of ours takes the hooks off, is counted and logged once, and never reaches the engine. What runs in every
 step is written for few calls and few objects: the engine empties the processor's caches between two steps, and
 what is touched then costs more than what is computed.
+
+On the engine's way from one model call to the next the hooks only take notes; they are worked off in
+``get_grammar_bitmask``, which the engine core calls right after it has handed the step to the workers, or by the next
+hook that needs them.
 """
 
 from __future__ import annotations
@@ -29,6 +33,8 @@ logger = logging.getLogger("kvcatch")
 
 IDLE_ROW_NS = 100_000_000
 _NO_MAXIMA = [0] * 4
+#: now, free blocks, cached blocks, running, waiting, of those without a need for blocks, held, finished ids, evicted ids
+_Moment = tuple[int, int, int, int, int, int, int, Any, list[int]]
 _ROW_HEAD = L.SAMPLE | (1 + len(L.ROW)) << 16
 _pack_row = Struct(f"<{1 + len(L.ROW)}I").pack
 _pack_scheduled = Struct("<3IQ").pack
@@ -45,7 +51,7 @@ class Recorder(RequestLog):
         super().__init__(scheduler, ring, groups, mono, wall)
         self.options = options
         pool = scheduler.kv_cache_manager.block_pool
-        self.watch = PoolWatch(pool, self.out, self.fail)
+        self.watch = PoolWatch(pool, self.out, self.settle, self.fail)
         self.usable = pool.num_gpu_blocks - 1
         sizes = {size for _, size in groups}
         self.row_block_size = sizes.pop() if len(sizes) == 1 and self.attention_groups else 0
@@ -66,6 +72,11 @@ class Recorder(RequestLog):
         self.last_bound = 0
         self.steps_since_row = 0
         self.describer = Describer()
+        self.updated: tuple[Any, _Moment] | None = None  # a step whose outputs are in, not yet recorded
+        self.arrived: list[tuple[Any, int, int]] = []  # requests not yet recorded, with both clocks
+        self.scheduled: tuple[Any, int, int] | None = (
+            None  # a step that was scheduled since, not yet recorded
+        )
         self._hooks = Hooks()
         self.active = False
 
@@ -75,6 +86,8 @@ class Recorder(RequestLog):
         """Put the hooks on this scheduler object and its block pool (instances, never classes)."""
         scheduler, add = self.scheduler, self._hooks.add
         add(scheduler, "schedule", self._schedule)
+        if hasattr(scheduler, "get_grammar_bitmask"):
+            add(scheduler, "get_grammar_bitmask", self._get_grammar_bitmask)
         add(scheduler, "update_from_output", self._update_from_output)
         add(scheduler, "add_request", self._add_request)
         add(scheduler, "finish_requests", self._finish_requests)
@@ -82,13 +95,14 @@ class Recorder(RequestLog):
         self.watch.attach(self._hooks)
         self.active = True
         for request in list(getattr(scheduler, "requests", {}).values()):
-            self._arrive(request)
-        now = self.mono()
-        self._row(now, None)  # an engine that never served anything has a pool all the same
-        self._flush(now)
+            self._arrive(request, self.mono(), self.wall())
+        moment = self._moment(self.mono())
+        self._row(moment, None)  # an engine that never served anything has a pool all the same
+        self._flush(moment[0])
 
     def detach(self) -> None:
-        """Take the hooks off; the scheduler runs as if it had never been touched."""
+        """Record what was noted and take the hooks off; the scheduler runs as if it had never been touched."""
+        self.settle()
         self._hooks.remove()
         self.watch.detach()
         self.active = False
@@ -100,6 +114,8 @@ class Recorder(RequestLog):
 
     def fail(self) -> None:
         """Called inside an except block of a hook: stop recording for good, say so once."""
+        self.updated = self.scheduled = None
+        self.arrived = []
         try:
             self.detach()
             self.ring.count_hook_error()
@@ -114,6 +130,8 @@ class Recorder(RequestLog):
         mono = self.mono
 
         def schedule(*args: Any, **kwargs: Any) -> Any:
+            if self.scheduled is not None:
+                self.settle()
             self.in_schedule = True
             self.watch.freed = False
             start = mono()
@@ -121,22 +139,47 @@ class Recorder(RequestLog):
                 output = original(*args, **kwargs)
             finally:
                 self.in_schedule = False
-            end = mono()
             if self.active:
-                try:
-                    self._after_schedule(output, start, end)
-                except Exception:  # noqa: BLE001
-                    self.fail()
+                self.scheduled = (output, start, mono())
             return output
 
         return schedule
 
+    def settle(self) -> None:
+        """Record the steps that were only noted so far, in their order."""
+        updated, scheduled, arrived = self.updated, self.scheduled, self.arrived
+        self.updated = self.scheduled = None
+        try:
+            if updated is not None:
+                self._after_update(*updated)
+            if arrived:
+                self.arrived = []
+                for request, mono, wall in arrived:
+                    if request.request_id not in self.slots:
+                        self._arrive(request, mono, wall)
+            if scheduled is not None:
+                self._after_schedule(*scheduled)
+        except Exception:  # noqa: BLE001
+            self.fail()
+
+    def _get_grammar_bitmask(self, original: Any) -> Any:
+        def get_grammar_bitmask(*args: Any, **kwargs: Any) -> Any:
+            self.settle()
+            return original(*args, **kwargs)
+
+        return get_grammar_bitmask
+
     def _update_from_output(self, original: Any) -> Any:
         def update_from_output(scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
+            if self.scheduled is not None or self.updated is not None:
+                self.settle()
             result = original(scheduler_output, *args, **kwargs)
             if self.active:
                 try:
-                    self._after_update(scheduler_output)
+                    self.updated = scheduler_output, self._moment(self.mono())
+                    if self.speculative or self.resync or not self.scheduler.running:
+                        # Later the numbers of computed tokens are others, or no step may come for long.
+                        self.settle()
                 except Exception:  # noqa: BLE001
                     self.fail()
             return result
@@ -145,11 +188,17 @@ class Recorder(RequestLog):
 
     def _add_request(self, original: Any) -> Any:
         def add_request(request: Any, *args: Any, **kwargs: Any) -> Any:
+            if request.request_id in self.slots:
+                self.settle()  # its name may be that of one which has just ended
             result = original(request, *args, **kwargs)
             if self.active:
                 try:
                     if request.request_id not in self.slots:
-                        self._flush(self._arrive(request))
+                        now = self.mono()
+                        self.arrived.append((request, now, self.wall()))
+                        if not self.scheduler.running:
+                            self.settle()
+                            self._flush(now)
                 except Exception:  # noqa: BLE001
                     self.fail()
             return result
@@ -158,14 +207,15 @@ class Recorder(RequestLog):
 
     def _finish_requests(self, original: Any) -> Any:
         def finish_requests(*args: Any, **kwargs: Any) -> Any:
+            self.settle()
             result = original(*args, **kwargs)
             if self.active:
                 try:
                     if self.scheduler.finished_req_ids:
-                        now = self.mono()
-                        self._finished(now)
-                        self._row(now, None)
-                        self._flush(now)
+                        moment = self._moment(self.mono())
+                        self._finished(moment[0], self.scheduler.finished_req_ids)
+                        self._row(moment, None)
+                        self._flush(moment[0])
                 except Exception:  # noqa: BLE001
                     self.fail()
             return result
@@ -174,6 +224,7 @@ class Recorder(RequestLog):
 
     def _preempt_request(self, original: Any) -> Any:
         def preempt_request(request: Any, *args: Any, **kwargs: Any) -> Any:
+            self.settle()
             before = None
             if self.active:
                 try:
@@ -247,32 +298,39 @@ class Recorder(RequestLog):
 
     # -- after update_from_output() -------------------------------------------------------------------
 
-    def _after_update(self, output: Any) -> None:
-        now = self.mono()
+    def _moment(self, now: int) -> _Moment:
+        """The pool and the queues now: all that a later step could change."""
+        scheduler, watch = self.scheduler, self.watch
+        skipped = len(self.skipped)
+        # A list of its own: what is evicted from now on belongs to a later step.
+        evicted, watch.evicted = watch.evicted, []
+        return (
+            now, self.free_queue.num_free_blocks, watch.settle(), len(scheduler.running),
+            len(scheduler.waiting) + len(self.holding) + skipped, len(self.deferred) or skipped,
+            scheduler.kvcatch_held if self.governed else 0, scheduler.finished_req_ids, evicted,
+        )  # fmt: skip
+
+    def _after_update(self, output: Any, moment: _Moment) -> None:
+        now, finished = moment[0], moment[7]
         if self.awaiting:
             self._first_tokens(now)
         if self.speculative:
             self._write_computed()
-        if self.scheduler.finished_req_ids:
-            self._finished(now)
+        if finished:
+            self._finished(now, finished)
         self.step += 1
         self.steps_since_row += 1
         self.totals[0] += 1
-        self._row(now, self.schedules.pop(id(output), None))
+        self._row(moment, self.schedules.pop(id(output), None))
         self._flush(now)
 
-    def _row(self, now: int, schedule: tuple[int, int, int] | None) -> None:
-        """One sample row: the pool and the queues now, the sums since the previous row."""
-        scheduler = self.scheduler
-        watch = self.watch
-        if watch.evicted:
-            self._write_evicted()
-        cached = watch.settle()
-        free_all = self.free_queue.num_free_blocks
+    def _row(self, moment: _Moment, schedule: tuple[int, int, int] | None) -> None:
+        """One sample row: the pool and the queues at that moment, the sums since the previous row."""
+        now, free_all, cached, running, waiting, deferred, held, _, gone = moment
+        if gone:
+            self.sums[EVICTED] += len(gone)
+            self._ids(L.EVICT, 0, (), gone)
         active = self.usable - free_all
-        running = len(scheduler.running)
-        skipped = len(self.skipped)
-        waiting = len(scheduler.waiting) + len(self.holding) + skipped
         interval = 0
         if schedule is None:
             start, schedule_ns, bound = now, 0, self.last_bound
@@ -285,7 +343,7 @@ class Recorder(RequestLog):
         step_ns = now - start
         if self.resync:
             self.resync = False
-            self.computed_total = sum(request.num_computed_tokens for request in scheduler.running)
+            self.computed_total = sum(request.num_computed_tokens for request in self.scheduler.running)
         if self.options.sample_steps > 1 and self._between_rows(now, active, running, waiting, step_ns):
             return
         size = self.row_block_size
@@ -295,8 +353,8 @@ class Recorder(RequestLog):
         self.out += _pack_row(
             _ROW_HEAD, self.step & UNKNOWN, now & UNKNOWN, now >> 32,
             schedule_ns if schedule_ns < UNKNOWN else UNKNOWN, step_ns if step_ns < UNKNOWN else UNKNOWN,
-            interval if interval < UNKNOWN else UNKNOWN, running, waiting, len(self.deferred) or skipped,
-            scheduler.kvcatch_held if self.governed else 0, active, cached, free_all - cached,
+            interval if interval < UNKNOWN else UNKNOWN, running, waiting, deferred,
+            held, active, cached, free_all - cached,
             max(0, active * size - slack) if size else UNKNOWN, prefill, decode, queried, hit, evicted, preemptions,
             recomputed, bound, active_max or active, running_max or running, waiting_max or waiting,
             (step_max or step_ns) if step_ns < UNKNOWN else UNKNOWN, self.steps_since_row, len(self.schedules), completed,
@@ -324,14 +382,6 @@ class Recorder(RequestLog):
         return bool(
             self.steps_since_row < options.sample_steps and now - self.last_row < options.sample_interval_ns
         )
-
-    # -- pieces ---------------------------------------------------------------------------------------
-
-    def _write_evicted(self) -> None:
-        watch = self.watch
-        self.sums[EVICTED] += len(watch.evicted)
-        self._ids(L.EVICT, 0, (), watch.evicted)
-        watch.evicted = []
 
     # -- the ring -------------------------------------------------------------------------------------
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from itertools import compress
 from struct import Struct
 from typing import Any
@@ -67,11 +67,10 @@ class RequestLog:
         self.totals = [0] * len(L.TOTALS)
         self.chains = Chains()
 
-    def _arrive(self, request: Any) -> int:
-        """A request the recorder has not seen; returns the time."""
-        now = self.mono()
+    def _arrive(self, request: Any, now: int, wall: int) -> None:
+        """A request that was first seen at these two times."""
         # The wall clock may have been stepped since the front end stamped the arrival.
-        age = self.wall() - int(request.arrival_time * 1e9)
+        age = wall - int(request.arrival_time * 1e9)
         arrival = now - age if 0 <= age < 86_400_000_000_000 else now
         rid = self.next_rid
         self.next_rid = rid + 1
@@ -87,11 +86,10 @@ class RequestLog:
         self.out += body
         self.totals[1] += 1
         self._queue_chain(rid, hashes)
-        return now
 
     def _adopt(self, key: str) -> Slot:
         """A request that was there before the hooks."""
-        self._arrive(self.scheduler.requests[key])
+        self._arrive(self.scheduler.requests[key], self.mono(), self.wall())
         return self.slots[key]
 
     def _resume(self, slot: Slot, cached_tokens: int) -> None:
@@ -256,9 +254,9 @@ class RequestLog:
                 still.append(slot)
         self.awaiting = still
 
-    def _finished(self, now: int) -> None:
+    def _finished(self, now: int, keys: Iterable[str]) -> None:
         totals = self.totals
-        for key in self.scheduler.finished_req_ids:
+        for key in keys:
             slot = self.slots.pop(key, None)
             if slot is None:
                 continue

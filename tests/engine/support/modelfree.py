@@ -207,6 +207,8 @@ class Driver:
         executed = False
         if self.scheduler.has_requests():
             output = self.scheduler.schedule()
+            # As the engine core does once the step is with the workers; without grammars there is no answer.
+            self.scheduler.get_grammar_bitmask(output)
             executed = output.total_num_scheduled_tokens > 0
             self.batches.append((output, self._who_samples(output)))
             if len(self.batches) < depth and (executed or self.scheduler.has_requests()):

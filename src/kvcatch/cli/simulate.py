@@ -51,6 +51,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--curve", action="store_true", help="the hit ratio of every capacity, in one pass")
     parser.add_argument(
+        "--sample", type=float, metavar="RATE",
+        help="with --curve: estimate it from this share of the blocks, up to 0.5, with an error bar",
+    )  # fmt: skip
+    parser.add_argument(
         "--bounds", action="store_true", help="what any policy, order or content match could reach"
     )
     parser.add_argument(
@@ -127,9 +131,14 @@ def _one(trace: str, args: argparse.Namespace) -> dict[str, Any]:
     from kvcatch.policy.protect import parse_floors
     from kvcatch.simulator.bounds import ladder
     from kvcatch.simulator.curve import hit_curve
+    from kvcatch.simulator.sampling import sampled_curve
     from kvcatch.simulator.whatif import default_block_size, sweep
     from kvcatch.views.hitcurve import Today, next_gib
 
+    if args.sample is not None and (not args.curve or args.engine or args.engine_rules == "off"):
+        raise KVCatchError(
+            "--sample estimates the curve under the engine's rules.", "Use it with --curve only."
+        )
     workload, measured, info = _read(trace, args)
     for note in workload.notes:
         print(f"kvcatch: {workload.name}: {note}", file=sys.stderr)
@@ -148,8 +157,10 @@ def _one(trace: str, args: argparse.Namespace) -> dict[str, Any]:
     if args.engine or args.validate:
         _engine(args, document, workload, measured, info, rooms, sizes, policies)
         return document
+    # Who samples does not want the whole trace run through a pool that nobody named.
+    runs = [] if args.sample is not None and args.num_blocks is None else rooms
     results = sweep(
-        workload, rooms, sizes, policies, workers=workers_of(args), progress=_progress, engine_rules=rules,
+        workload, runs, sizes, policies, workers=workers_of(args), progress=_progress, engine_rules=rules,
         pinned=[word for word in args.pinned.split(",") if word], protect_tokens=args.protect_tokens,
         floors=parse_floors(args.floors, "--floors"),
     )  # fmt: skip
@@ -159,12 +170,15 @@ def _one(trace: str, args: argparse.Namespace) -> dict[str, Any]:
         per_token = info.block_bytes // info.block_size
     finite = next((room for room in rooms if room is not None), None)
     today = Today(finite - rules if finite is not None else None, per_token)
-    if not args.json:
+    if not args.json and results:
         _print_results(workload, results)
     if args.curve:
         document["curves"] = []
         for size in sizes:
-            curve = hit_curve(workload, size, engine_rules=rules)
+            if args.sample is None:
+                curve = hit_curve(workload, size, engine_rules=rules)
+            else:
+                curve = sampled_curve(workload, size, rate=args.sample)
             document["curves"].append(_curve_document(curve, next_gib(curve, today)))
             if not args.json:
                 _print_curve(curve, today, args)
@@ -255,12 +269,14 @@ def _curve_document(curve: Curve, gain: float | None) -> dict[str, Any]:
                 "hit_blocks": blocks,
                 "hit_tokens": tokens,
                 "token_hit_ratio": curve.ratio(room),
+                "token_hit_ratio_error": None if curve.errors is None else curve.error(room),
                 "block_hit_ratio": blocks / curve.queried_blocks if curve.queried_blocks else None,
             }
         )
     return {
         "block_size": curve.block_size,
         "exact": curve.exact,
+        "sampled_references": curve.sampled,
         "valid_from_usable_blocks": curve.first,
         "saturated_at_usable_blocks": curve.saturated_at,
         "next_gib_token_hit_ratio": gain,

@@ -31,6 +31,9 @@ class Curve:
 
     hit_blocks[c], hit_tokens[c]: with room for c blocks (the null block not counted); constant above the end.
     first: smallest capacity for which the numbers hold, the largest request.
+    step: capacities from one entry of the arrays to the next; more than 1 in a sampled curve, whose entry i holds for
+    capacity ``(i - 1) * step + 1``. errors: half the width of the 95 % interval of the share of tokens hit, an entry
+    each; None where the curve is no estimate. sampled: references that were looked at, None for all.
     """
 
     hit_blocks: npt.NDArray[np.int64]
@@ -40,20 +43,36 @@ class Curve:
     block_size: int
     first: int
     exact: bool
+    step: int = 1
+    errors: npt.NDArray[np.float64] | None = None
+    sampled: int | None = None
+
+    def _index(self, capacity: int) -> int:
+        return min(max(-(-capacity // self.step) if self.step > 1 else capacity, 0), len(self.hit_blocks) - 1)
 
     def at(self, capacity: int) -> tuple[int, int]:
         """Blocks and tokens hit with room for ``capacity`` blocks."""
-        index = min(max(capacity, 0), len(self.hit_blocks) - 1)
+        index = self._index(capacity)
         return int(self.hit_blocks[index]), int(self.hit_tokens[index])
 
     def ratio(self, capacity: int) -> float:
         """Share of the prompt tokens hit, 0 to 1."""
         return self.at(capacity)[1] / self.queried_tokens if self.queried_tokens else 0.0
 
+    def error(self, capacity: int) -> float:
+        """Half the width of the 95 % interval around ``ratio``; 0 where nothing was sampled."""
+        return 0.0 if self.errors is None else float(self.errors[self._index(capacity)])
+
+    def reaching(self, ratio: float) -> int:
+        """The smallest capacity that hits this share of the prompt tokens; past the end when none does."""
+        index = int(np.searchsorted(self.hit_tokens, ratio * self.queried_tokens))
+        return (index - 1) * self.step + 1 if index else 0
+
     @property
     def saturated_at(self) -> int:
         """The smallest capacity beyond which more room wins nothing."""
-        return int(np.searchsorted(self.hit_blocks, self.hit_blocks[-1]))
+        index = int(np.searchsorted(self.hit_blocks, self.hit_blocks[-1]))
+        return (index - 1) * self.step + 1 if index else 0
 
     def capacities(self, count: int = 48) -> list[int]:
         """Capacities worth drawing, evenly spaced on a log scale from ``first`` to where the curve is flat."""
@@ -103,13 +122,11 @@ def hit_curve(workload: Workload, block_size: int, *, engine_rules: bool = True)
 def curve_of(workload: Workload, view: BlockView, *, engine_rules: bool) -> Curve:
     """The same for a workload whose blocks are at hand."""
     prompt, block_size = workload.prompt_tokens, view.block_size
-    held = prompt + np.maximum(workload.output_tokens, 1) - 1
     if engine_rules:
-        look, keep, room = (prompt - 1) // block_size, held // block_size, -(-held // block_size)
-        used = prompt // block_size
+        look, used, keep, room = extents(workload, block_size)
     else:
         used = look = keep = room = np.diff(view.offsets)
-    blocks, tokens, repeats = _distances(
+    blocks, tokens, repeats = distances(
         view.ids, view.offsets, prompt, look, used, keep, room, view.num_ids, block_size, engine_rules
     )
     first = int(room.max(initial=1)) if engine_rules else 1
@@ -124,8 +141,15 @@ def curve_of(workload: Workload, view: BlockView, *, engine_rules: bool) -> Curv
     )
 
 
+def extents(workload: Workload, block_size: int) -> tuple[Array, Array, Array, Array]:
+    """Blocks per request under the engine's rules: leading ones that may hit, whole ones of the prompt, kept, held."""
+    prompt = workload.prompt_tokens
+    held = prompt + np.maximum(workload.output_tokens, 1) - 1
+    return (prompt - 1) // block_size, prompt // block_size, held // block_size, -(-held // block_size)
+
+
 @compiled
-def _distances(
+def distances(
     ids: Array, offsets: Array, prompt: Array, look: Array, used: Array, keep: Array, room: Array, num_ids: int,
     block_size: int, engine: bool,
 ) -> tuple[Array, Array, int]:  # fmt: skip

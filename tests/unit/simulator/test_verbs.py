@@ -162,6 +162,26 @@ def test_async_scheduling_is_a_column_and_a_field(capsys):
     assert [one["async_scheduling"] for one in json.loads(out)["results"]] == [False, True]
 
 
+def test_sampled_curve(capsys):
+    argv = ["simulate", SLICE, "--curve", "--sample", "0.1"]
+    code, out, _ = answer(capsys, *argv)
+    assert code == 0
+    assert "(1 block in 10); ± is the 95 % interval" in out
+    assert "requests, one after the other" not in out
+    code, out, _ = answer(capsys, *argv, "--json")
+    document = json.loads(out)
+    assert (document["results"], code) == ([], 0)
+    (curve,) = document["traces"][0]["curves"]
+    assert 0 < curve["sampled_references"] < 0.2 * 51_000
+    assert 0 < curve["points"][0]["token_hit_ratio_error"] < 0.1
+    assert json.loads(answer(capsys, "simulate", SLICE, "--curve", "--json")[1])["traces"][0]["curves"][0][
+        "sampled_references"
+    ] is None  # fmt: skip
+    for options in (["--sample", "0.1"], [*argv[2:], "--engine-rules", "off"], [*argv[2:], "--engine"]):
+        code, _, err = answer(capsys, "simulate", SLICE, *options)
+        assert (code, "--sample estimates the curve" in err) == (2, True)
+
+
 @pytest.mark.parametrize(
     ("version", "options", "expected"),
     [

@@ -125,7 +125,7 @@ def test_two_data_parallel_engines(tmp_path: Path, tiny_model: Path) -> None:
         assert comparison.steps > 50
         assert not comparison.wrong, str(comparison)
         capture = kvcatch.open(str(core))
-        assert capture.info.dp_size == 2
+        assert capture.info.dp_size == 1  # vLLM makes the engines of a dense model independent
         (rank,) = capture.snapshot().ranks
         assert rank.dp_rank == capture.info.dp_rank == seen.info["dp_rank"]
         views += capture.requests()

@@ -190,6 +190,15 @@ def block_bytes(groups: list[dict[str, Any]], kv_cache_config: Any) -> int | Non
     return max(sizes) if sizes else None
 
 
+def dp_rank_of(parallel: Any) -> int:
+    """Which of the data-parallel engines this is.
+
+    Engines of a dense model are independent, and vLLM 0.24 and later gives each of them rank 0 of 1: only the index stays.
+    """
+    index = getattr(parallel, "data_parallel_index", None)
+    return int(getattr(parallel, "data_parallel_rank", 0) if index is None else index) or 0
+
+
 def engine_info(
     scheduler: Any, engine: str, version: str, adapter: str, kvcatch_version: str, env: Mapping[str, str]
 ) -> dict[str, Any]:
@@ -232,7 +241,7 @@ def engine_info(
         "tp_size": int(parallel.tensor_parallel_size),
         "pp_size": int(parallel.pipeline_parallel_size),
         "dp_size": int(parallel.data_parallel_size),
-        "dp_rank": int(getattr(parallel, "data_parallel_rank", 0) or 0),
+        "dp_rank": dp_rank_of(parallel),
         "device": plain(getattr(getattr(config, "device_config", None), "device_type", None)),
         "pid": os.getpid(),
         "host": socket.gethostname(),

@@ -62,6 +62,7 @@ class RankRecorder:
     """Writes one RANK row per memory interval."""
 
     def __init__(self, wrapper: Any, kv_cache_configs: Any, options: Any) -> None:
+        from kvcatch.capture.info import dp_rank_of
         from kvcatch.capture.plugin import _owned, prune, unused_path
         from kvcatch.capture.recorder import ring_path
         from kvcatch.capture.ring import RingWriter
@@ -69,7 +70,7 @@ class RankRecorder:
         worker, parallel = wrapper.worker, wrapper.vllm_config.parallel_config
         tp_size = int(parallel.tensor_parallel_size)
         rank = int(wrapper.global_rank)
-        dp_rank = int(getattr(parallel, "data_parallel_rank", 0) or 0)
+        dp_rank = dp_rank_of(parallel)
         self.memory = device_memory(str(getattr(worker, "device", "cpu")))
         config = kv_cache_configs[rank]
         info = {

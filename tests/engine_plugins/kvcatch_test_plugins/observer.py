@@ -87,6 +87,7 @@ class Observer:
         self.file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
         self._watch_refusals()
         self._watch_evictions()
+        parallel = scheduler.vllm_config.parallel_config
         self._write(
             {
                 "k": "i",
@@ -97,7 +98,7 @@ class Observer:
                 "kinds": [type(manager).__name__ for manager in self.managers],
                 "max_running": scheduler.max_num_running_reqs,
                 "max_tokens": scheduler.max_num_scheduled_tokens,
-                "dp_rank": scheduler.vllm_config.parallel_config.data_parallel_rank,
+                "dp_rank": getattr(parallel, "data_parallel_index", parallel.data_parallel_rank),
             }
         )
 

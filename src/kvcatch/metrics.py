@@ -274,6 +274,21 @@ CATALOGUE: tuple[Metric, ...] = (
         "1 when the engine's state is unknown or too old, so that the gateway's own ledger decides alone.",
         "upstream",
     ),
+    Metric(
+        name="kvcatch_gateway_mirror_requests_total",
+        kind="counter",
+        unit="requests",
+        help="Requests chosen for the mirror by what became of them: copied, compared, dropped, failed and so on.",
+        labels=("outcome",),
+        per_engine=False,
+        exporter="gateway",
+    ),
+    _gateway_gauge("kvcatch_gateway_mirror_active", "1 while requests are copied to a candidate engine."),
+    _gateway_gauge(
+        "kvcatch_gateway_mirror_stopped",
+        "1 for the reason that ended the mirror: errors, verdict or files.",
+        "reason",
+    ),
     # --- kvcatch itself -----------------------------------------------------------------------------
     _gauge("kvcatch_up", "1 when the target answered with data that could be read.", scraped=True),
     _gauge(

@@ -79,6 +79,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     tags.add_argument(
         "--isolate-prefix-cache", action="store_true", default=None, help="a cache salt per tenant"
     )
+    mirror = parser.add_argument_group("mirror: the same requests on a candidate engine, unseen by clients")
+    mirror.add_argument("--mirror", metavar="URL", help="the candidate; gets copies of some requests")
+    mirror.add_argument("--mirror-share", type=_share, metavar="S", help="of the requests, 0 to 1 (0.01)")
+    mirror.add_argument(
+        "--mirror-dir", metavar="FOLDER", help="new folder for the numbers (kvcatch-mirror); no text is kept"
+    )
     other = parser.add_argument_group("engines")
     other.add_argument(
         "--feed", action="append", default=[], metavar="TARGET",
@@ -135,6 +141,7 @@ def _document(args: argparse.Namespace) -> dict[str, Any]:
         "limits": {
             "requests_per_minute": args.requests_per_minute, "tokens_per_minute": args.tokens_per_minute,
         },
+        "mirror": {"url": args.mirror, "share": args.mirror_share, "dir": args.mirror_dir},
         "redis": {"url": args.redis, "when_lost": args.redis_lost, "replicas": args.replicas},
         "tenants": {name: {"share": share} for name, share in args.tenant_share},
     }  # fmt: skip

@@ -42,6 +42,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     more = parser.add_argument_group("more questions")
     more.add_argument("--capture", metavar="FILE", help="a recording: would a smaller cache help that load at all?")  # fmt: skip
     more.add_argument("--scores", metavar="FILE", help="paired results of your own evaluation: JSON lines with baseline, candidate, tokens")  # fmt: skip
+    more.add_argument(
+        "--mirror", metavar="FILE", help="pairs.jsonl of a gateway's mirror: the verdict on live requests"
+    )
     more.add_argument("--locate", action="store_true", help="which layers lose it: emulated in transformers; needs kvcatch[quality] and an fp8 candidate")  # fmt: skip
     more.add_argument(
         "--evict", metavar="FOLDER", help="judge token eviction on this model instead (no engine)"
@@ -84,6 +87,14 @@ def run(args: argparse.Namespace) -> int:
         document["scores"] = judged.to_dict()
         lines += [*([""] if lines else []), *scores_lines(judged)]
         passed = passed and judged.verdict == "pass"
+    if args.mirror:
+        from kvcatch.cli.quality_text import shadow_lines
+        from kvcatch.quality.shadow import judge_pairs, read_pairs
+
+        shadow = judge_pairs(read_pairs(args.mirror), _limits(args))
+        document["mirror"] = shadow.to_dict()
+        lines += [*([""] if lines else []), *shadow_lines(shadow)]
+        passed = passed and shadow.verdict == "pass"
     if args.evict:
         section, more = _eviction(args)
         document |= section

@@ -12,10 +12,35 @@ if TYPE_CHECKING:
     from kvcatch.quality.run import Regression
     from kvcatch.quality.savings import Need
     from kvcatch.quality.scores import Scores
+    from kvcatch.quality.shadow import Shadow
     from kvcatch.quality.verdict import Check
 
 _COLORS = {"pass": "32", "fail": "1;31", "inconclusive": "33"}
 _TASKS = {"no power": "33", "worse": "1;31", "not significant": "33"}
+
+
+def shadow_lines(answer: Shadow) -> list[str]:
+    """The verdict on a mirror, and what each number has shown so far."""
+    decided = f"decided after {answer.decided_at}" if answer.decided_at else "not decided, let it run"
+    lines = [
+        f"{answer.verdict}: {answer.requests} mirrored requests, {decided}",
+        (
+            f"  a sequential test: however often you look, a wrong verdict has a chance of at most {answer.error:.0%}; "
+            f"limits {answer.limits.source}"
+        ),
+        "",
+        f"{'number':<12} {'mean':>10} {'limit':>8} {'for fail':>10} {'for pass':>10}  verdict",
+    ]
+    lines += [
+        f"{one.name:<12} {one.value:>10.4g} {one.limit:>8.4g} {one.fail_evidence:>10.4g} {one.pass_evidence:>10.4g}  {one.verdict}"
+        for one in answer.checks
+    ]
+    needed, enough = 2 / answer.error, 1 / answer.error
+    return [
+        *lines,
+        f"evidence of {needed:.0f} decides a fail, of {enough:.0f} for both numbers a pass",
+        f"greedy continuations that differ: {answer.continuations_changed} of {answer.continuations}",
+    ]
 
 
 def regression_lines(answer: Regression, *, color: bool = False) -> list[str]:

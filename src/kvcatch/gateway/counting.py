@@ -125,7 +125,7 @@ class Counter:
                 pass  # the template refuses these roles: the engine has the last word
         body: dict[str, Any] = {"model": ask.model or None, "messages": messages}
         if ask.route == CHAT:
-            body |= _template_arguments(ask.document)
+            body |= template_arguments(ask.document)
         elif isinstance(ask.document.get("tools"), list):
             body["tools"] = [_function(tool) for tool in ask.document["tools"]]
         return await self._ask_engine(body)
@@ -138,7 +138,7 @@ class Counter:
         return count
 
 
-def _template_arguments(document: dict[str, Any]) -> dict[str, Any]:
+def template_arguments(document: dict[str, Any]) -> dict[str, Any]:
     """The fields of a chat request as ``/tokenize`` wants them: the rest travels as template arguments."""
     found = {name: document[name] for name in _TEMPLATE_FIELDS if document.get(name) is not None}
     more = {name: found.pop(name) for name in ("documents", "reasoning_effort") if name in found}

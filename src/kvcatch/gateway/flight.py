@@ -37,6 +37,8 @@ class Flight:
     output: int | None = None
     events: int = 0
     sent: bool = False  # the engine may have seen it
+    sent_at: float = 0.0  # time.monotonic
+    first_at: float | None = None  # of the first byte from the engine
 
     def abort(self, by: str) -> bool:
         """End this request now. False when it is over already."""

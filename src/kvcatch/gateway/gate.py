@@ -274,6 +274,19 @@ class Gate:
             self.meters.would_hold(reason)
         return engine
 
+    def idle(self, engine: Engine) -> bool:
+        """Whether an engine has room for work that nobody waits for: nothing waits, half of its pool is not in use.
+
+        False while its state is unknown or old. Reads single values only, so any thread may ask.
+        """
+        reading = engine.reading
+        if reading is None or not engine.healthy or engine.degraded(time.monotonic()):
+            return False
+        if self.door.waiting or reading.waiting:
+            return False
+        usable = reading.info.usable_blocks * reading.pools
+        return reading.active_blocks is None or not usable or 2 * reading.active_blocks <= usable
+
     # ---- after the engine --------------------------------------------------------------------------------
 
     def end(self, flight: Flight, outcome: str, reason: str) -> None:

@@ -27,6 +27,12 @@ class Meters:
         self._up = self._gauge("kvcatch_gateway_upstream_up")
         self._degraded = self._gauge("kvcatch_gateway_degraded")
 
+        copies = BY_NAME["kvcatch_gateway_mirror_requests_total"]
+        self._mirrored = Counter(copies.family, copies.help, copies.all_labels, registry=self.registry)
+        self._mirror_up = self._gauge("kvcatch_gateway_mirror_active")
+        self._mirror_up.set(0)
+        self._mirror_stopped = self._gauge("kvcatch_gateway_mirror_stopped")
+
     def _gauge(self, name: str) -> Gauge:
         metric = BY_NAME[name]
         return Gauge(metric.family, metric.help, metric.all_labels, registry=self.registry)
@@ -38,6 +44,16 @@ class Meters:
     def would_hold(self, reason: str) -> None:
         """A request went on although it would have been held in another mode."""
         self._decisions.labels(outcome="would-hold", reason=reason).inc()
+
+    def mirrored(self, outcome: str) -> None:
+        """What became of a request that was chosen for the mirror; ``stopped-REASON`` ends it."""
+        if outcome == "started":
+            self._mirror_up.set(1)
+        elif outcome.startswith("stopped-"):
+            self._mirror_up.set(0)
+            self._mirror_stopped.labels(reason=outcome.removeprefix("stopped-")).set(1)
+        else:
+            self._mirrored.labels(outcome=outcome).inc()
 
     def look(self, gate: Gate) -> None:
         """Bring the gauges up to date."""

@@ -109,6 +109,10 @@ TABLES: dict[str, dict[str, Check]] = {
     "tenant": {"header": _text, "default": _text, "trust_header": _flag},
     "tenant.keys": {},
     "user": {"header": _text, "body_field": _text},
+    "mirror": {
+        "url": _url, "share": _SHARE, "dir": _text, "max_kl": _number(0, 1, above=True),
+        "max_flips": _number(0, 1, above=True),
+    },
     "redis": {
         "url": _redis, "prefix": _text, "when_lost": _choice(*WHEN_LOST), "replicas": _whole(1, 10000),
     },

@@ -65,6 +65,7 @@ class Proxy:
         self._tokenizer = tokenizer
         self._session: aiohttp.ClientSession | None = None
         self._tasks: list[asyncio.Task[None]] = []
+        #: told of every answered request; must neither wait nor raise
         self.copy: Callable[[Flight, bytes, web.StreamResponse | None], None] | None = None
 
     # ---- life ------------------------------------------------------------------------------------------
@@ -243,6 +244,7 @@ class Proxy:
         tags = self.gate.policy.tags
         consumed = (tags.tenant_header, tags.user_header)
         wanted = headers.to_engine(request.headers, flight.request_id, self._key, consumed)
+        flight.sent_at = time.monotonic()
         flight.sent = (
             True  # from here on the engine may work on it, also when its client leaves before it answers
         )

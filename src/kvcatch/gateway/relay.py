@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 
 import aiohttp
 from aiohttp import web
@@ -39,6 +40,7 @@ async def relay(
     if length is not None and length <= WHOLE:
         body = await answer.read()
         flight.answered = True
+        flight.first_at = time.monotonic()
         if plain and answer.status == 200:
             flight.output = output_of(body)
         kept.popall("Content-Length", None)
@@ -49,6 +51,8 @@ async def relay(
     meter = StreamMeter() if plain and answer.content_type == "text/event-stream" else None
     entry = flight.entry
     async for chunk in answer.content.iter_any():
+        if flight.first_at is None:
+            flight.first_at = time.monotonic()
         if meter is not None:
             meter.feed(chunk)
             flight.events = meter.events

@@ -9,6 +9,7 @@ import signal
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any
+from urllib.parse import urlsplit
 
 from aiohttp import web
 
@@ -19,8 +20,10 @@ from kvcatch.gateway.admin import Admin, socket_path
 from kvcatch.gateway.engine import Engine
 from kvcatch.gateway.gate import Gate
 from kvcatch.gateway.limits import Limits, MemoryLimits
+from kvcatch.gateway.mirror import Mirror
 from kvcatch.gateway.policy import from_document
 from kvcatch.gateway.proxy import Proxy
+from kvcatch.quality.verdict import Limits as QualityLimits
 from kvcatch.sources.procs import local_engines
 from kvcatch.views.web import listen
 
@@ -28,12 +31,15 @@ logger = logging.getLogger("kvcatch.gateway")
 
 #: between two looks at the policy file
 RELOAD_SECONDS = 1.0
+#: of the requests that a candidate gets when nothing is said
+MIRROR_SHARE = 0.01
 #: what is only read at start
 FIXED = (
     ("gateway", "listen"),
     ("gateway", "upstreams"),
     ("gateway", "tokenizer"),
     ("redis", None),
+    ("mirror", None),
 )
 
 Documents = Callable[[], dict[str, Any]]
@@ -81,6 +87,7 @@ class Service:
             self.gate, upstream_key=upstream_key, timeout=float(gateway.get("upstream_timeout", 600)),
             tokenizer=gateway.get("tokenizer"),
         )  # fmt: skip
+        self.mirror = mirror_of(document, self.gate, upstream_key)
         self._stamp = _stamp(config)
 
     async def run(self) -> int:
@@ -91,6 +98,9 @@ class Service:
             loop.add_signal_handler(name, stopped.set)
         loop.add_signal_handler(signal.SIGHUP, lambda: self.reload(force=True))
         await self.proxy.start()
+        if self.mirror is not None:
+            self.mirror.start()
+            self.proxy.copy = self.mirror.offer
         runner = web.AppRunner(
             self.proxy.application(), access_log=None, handler_cancellation=True, auto_decompress=False,
             keepalive_timeout=75, shutdown_timeout=5, logger=_silent(), max_field_size=16384,
@@ -115,6 +125,8 @@ class Service:
         watch.cancel()
         await runner.cleanup()
         await admin.stop()
+        if self.mirror is not None:
+            self.mirror.close()
         await self.proxy.stop()
         return 0
 
@@ -146,6 +158,12 @@ class Service:
         else:
             words.append("long requests watched only")
         print("  " + "; ".join(words), file=sys.stderr, flush=True)
+        if self.mirror is not None:
+            where = urlsplit(self.mirror.url).netloc
+            print(
+                f"  mirror: {self.mirror.share:g} of the requests also to {where}, numbers in {self.mirror.folder}",
+                file=sys.stderr, flush=True,
+            )  # fmt: skip
 
     async def _watch(self) -> None:
         while self._config is not None:
@@ -177,6 +195,26 @@ class Service:
         self.gate.use(policy)
         logger.warning("policy reloaded")
         return True
+
+
+def mirror_of(document: dict[str, Any], gate: Gate, key: str | None) -> Mirror | None:
+    """The mirror of a checked document, None when it names no candidate. Raises KVCatchError."""
+    table = document.get("mirror", {})
+    if not table:
+        return None
+    if "url" not in table:
+        raise KVCatchError("[mirror] names no url.", "Give the candidate with --mirror URL.")
+    given = {name: table[f"max_{name}"] for name in ("kl", "flips") if f"max_{name}" in table}
+    meters = gate.meters
+    return Mirror(
+        table["url"],
+        float(table.get("share", MIRROR_SHARE)),
+        table.get("dir", "kvcatch-mirror"),
+        idle=gate.idle,
+        count=meters.mirrored,
+        key=key,
+        limits=QualityLimits(**given, source="given" if given else "assumed"),
+    )
 
 
 def limits_of(document: dict[str, Any]) -> Limits:

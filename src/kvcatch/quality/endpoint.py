@@ -40,13 +40,14 @@ class Continuation(msgspec.Struct, frozen=True):
 class Endpoint:
     """One server under one model name. Requests go one after the other: a batch of others changes rounding."""
 
-    def __init__(self, url: str, timeout_seconds: float = 600.0) -> None:
+    def __init__(self, url: str, timeout_seconds: float = 600.0, *, key: str | None = None) -> None:
         parts = urlsplit(url)
         if parts.scheme not in ("http", "https") or not parts.hostname:
             raise KVCatchError(f"{url}: not an http:// or https:// address.")
         self.url = url.rstrip("/").removesuffix("/v1")
         self._parts = urlsplit(self.url)
         self._timeout = timeout_seconds
+        self._key = key or os.environ.get("OPENAI_API_KEY")
         self._connection: http.client.HTTPConnection | None = None
         card = self._card()
         self.model = str(card.get("id"))
@@ -62,7 +63,14 @@ class Endpoint:
 
     def tokens(self, text: str) -> list[int]:
         """The token ids of a text, by the server's own tokenizer."""
-        answer = self._post("/tokenize", {"model": self.model, "prompt": text})
+        return self._tokens({"prompt": text})
+
+    def chat_tokens(self, messages: list[Any], arguments: dict[str, Any]) -> list[int]:
+        """The token ids of a chat by the server's own template; arguments: more fields of ``/tokenize``."""
+        return self._tokens({"messages": messages, **arguments})
+
+    def _tokens(self, asked: dict[str, Any]) -> list[int]:
+        answer = self._post("/tokenize", {"model": self.model, **asked})
         ids = answer.get("tokens")
         if not isinstance(ids, list) or not all(isinstance(one, int) for one in ids):
             raise self._strange("/tokenize gave no list of token ids")
@@ -144,9 +152,8 @@ class Endpoint:
 
     def _request(self, method: str, path: str, body: bytes | None) -> dict[str, Any]:
         headers = {"Content-Type": "application/json"}
-        key = os.environ.get("OPENAI_API_KEY")
-        if key:
-            headers["Authorization"] = f"Bearer {key}"
+        if self._key:
+            headers["Authorization"] = f"Bearer {self._key}"
         try:
             connection = self._connected()
             connection.request(method, self._parts.path + path, body, headers)

@@ -192,7 +192,14 @@ def test_a_hanging_candidate_costs_the_client_nothing_and_the_queue_is_bounded(c
     async def scenario() -> None:
         async with gateway() as running:
             plain = await running.post(headers={"X-Request-Id": "one"})
-            with mirrored(running, other.url, tmp_path / "m") as (_, counts):
+            with mirrored(running, other.url, tmp_path / "m") as (one, counts):
+                put = one._queue.put
+
+                def never_waits(job: object, block: bool = True, timeout: float | None = None) -> None:
+                    assert not block
+                    put(job, block, timeout)
+
+                one._queue.put = never_waits
                 # None of these answers can have waited: the candidate answers nobody before the end.
                 for _ in range(QUEUE + 5):
                     status, headers, body = await running.post(headers={"X-Request-Id": "one"})

@@ -98,9 +98,6 @@ class Service:
             loop.add_signal_handler(name, stopped.set)
         loop.add_signal_handler(signal.SIGHUP, lambda: self.reload(force=True))
         await self.proxy.start()
-        if self.mirror is not None:
-            self.mirror.start()
-            self.proxy.copy = self.mirror.offer
         runner = web.AppRunner(
             self.proxy.application(), access_log=None, handler_cancellation=True, auto_decompress=False,
             keepalive_timeout=75, shutdown_timeout=5, logger=_silent(), max_field_size=16384,
@@ -116,6 +113,14 @@ class Service:
             raise KVCatchError(
                 f"--listen {self._host}:{self._port}: {reason}.", "Choose another address with --listen."
             ) from None
+        if self.mirror is not None:
+            try:
+                self.mirror.start()  # only now: a port that is taken leaves no folder behind
+            except KVCatchError:
+                await runner.cleanup()
+                await self.proxy.stop()
+                raise
+            self.proxy.copy = self.mirror.offer
         host, port = runner.addresses[0][:2]
         admin = Admin(self.gate, socket_path(self._directory, port))
         await admin.start()

@@ -5,8 +5,6 @@ from __future__ import annotations
 import argparse
 import json
 
-from kvcatch.errors import KVCatchError
-
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of ``abort``."""
@@ -16,15 +14,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Ask every gateway of this user; 0 when something was ended. Raises KVCatchError otherwise."""
-    from kvcatch.gateway.operate import abort
+    from kvcatch.gateway.operate import abort, aborted_lines
 
     ended = abort(args.request)
     if args.json:
         print(json.dumps({"schema_version": 1, "aborted": ended}))
-    else:
-        for row in ended:
-            tenant = f", tenant {row['tenant']}" if row.get("tenant") else ""
-            print(f"aborted {row['request_id']} ({row['state']}{tenant})")
-    if not ended:
-        raise KVCatchError(f"{args.request}: no such request in flight.", "'kvcatch top' lists them.")
+    lines = aborted_lines(args.request, ended)
+    if not args.json:
+        print("\n".join(lines))
     return 0

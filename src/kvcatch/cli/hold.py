@@ -6,7 +6,7 @@ import argparse
 import json
 
 from kvcatch.errors import KVCatchError
-from kvcatch.units import human_seconds, parse_duration
+from kvcatch.units import parse_duration
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -20,7 +20,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Tell every gateway of this user. Raises KVCatchError when none runs."""
-    from kvcatch.gateway.operate import hold
+    from kvcatch.gateway.operate import held_line, hold
 
     seconds = parse_duration(args.span)
     if seconds > 30 * 86400:
@@ -33,8 +33,6 @@ def run(args: argparse.Namespace) -> int:
         print(
             json.dumps({"schema_version": 1, "tenant": args.tenant, "seconds": seconds, "in_flight": running})
         )
-    elif seconds:
-        print(f"{args.tenant}: new requests get 429 for {human_seconds(seconds)}; {running} in flight go on")
     else:
-        print(f"{args.tenant}: no longer on hold")
+        print(held_line(args.tenant, seconds, answers))
     return 0

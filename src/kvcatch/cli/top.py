@@ -45,7 +45,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--rows", type=int, default=20, metavar="N", help="rows per table in text, 0 = all")
     parser.add_argument("--ascii", action="store_true", help="draw with ASCII characters only")
     parser.add_argument("--color", choices=("auto", "always", "never"), default="auto")
-    parser.add_argument("--readonly", action="store_true", help="the screen writes nothing to disk")
+    parser.add_argument(
+        "--readonly", action="store_true", help="the screen writes nothing and changes nothing: no w, a, h"
+    )
 
 
 def run(args: argparse.Namespace) -> int:
@@ -181,12 +183,35 @@ def _reached(watches: list[Watch]) -> int:
     return 0
 
 
+class _Gateways:
+    """What the screen may ask for, through the code of ``kvcatch abort`` and ``kvcatch hold``."""
+
+    def abort(self, request_id: str) -> list[str]:
+        """End a request; sentences. Raises KVCatchError."""
+        from kvcatch.gateway import operate
+
+        return operate.aborted_lines(request_id, operate.abort(request_id))
+
+    def hold(self, tenant: str, seconds: float) -> list[str]:
+        """Hold a tenant, 0 ends it; sentences. Raises KVCatchError."""
+        from kvcatch.gateway import operate
+
+        return [operate.held_line(tenant, seconds, operate.hold(tenant, seconds))]
+
+
 def _run_screen(watches: list[Watch], args: argparse.Namespace, interval: float) -> int:
     if args.color == "never" or (args.color == "auto" and os.environ.get("NO_COLOR")):
         # The screen's own switch; it must be set before the library is loaded.
         os.environ["NO_COLOR"] = "1"
     from kvcatch.views.tui.app import TopApp
 
-    app = TopApp(watches, interval=interval, view=args.view, ascii_only=args.ascii, readonly=args.readonly)
+    app = TopApp(
+        watches,
+        interval=interval,
+        view=args.view,
+        ascii_only=args.ascii,
+        readonly=args.readonly,
+        operator=None if args.readonly else _Gateways(),
+    )
     app.run()
     return app.return_code or 0

@@ -305,3 +305,96 @@ def test_q_and_ctrl_c_leave(key):
         assert not app.is_running
 
     drive(script)
+
+
+class Asked:
+    """Writes down what the screen asked for."""
+
+    def __init__(self, problem: KVCatchError | None = None) -> None:
+        self.calls: list[tuple[object, ...]] = []
+        self.problem = problem
+
+    def abort(self, request_id: str) -> list[str]:
+        self.calls.append(("abort", request_id))
+        if self.problem:
+            raise self.problem
+        return [f"aborted {request_id} (relaying)"]
+
+    def hold(self, tenant: str, seconds: float) -> list[str]:
+        self.calls.append(("hold", tenant, seconds))
+        return [f"{tenant}: answered"]
+
+
+def test_abort_asks_first_and_only_y_acts_once():
+    operator = Asked()
+
+    async def script(app, pilot):
+        shown = "\n".join(await press(app, pilot, "question_mark"))
+        assert "a        abort the request" in shown
+        assert max(len(line) for line in shown.splitlines()) <= 80
+        await press(app, pilot, "escape")
+        lines = await press(app, pilot, "a")
+        assert lines[0].startswith("Abort request long-doc?")
+        await press(app, pilot, "enter")
+        await press(app, pilot, "a", "escape")
+        await press(app, pilot, "a", "a", "n", "escape")
+        assert (operator.calls, len(app.screen_stack)) == ([], 1)
+        lines = await press(app, pilot, "a", "y", "y")
+        assert operator.calls == [("abort", "long-doc")]
+        assert any("aborted long-doc (relaying)" in line for line in lines)
+        await press(app, pilot, "escape", "down", "enter", "a", "y")
+        assert operator.calls[1:] == [("abort", "chat-1")]
+        await press(app, pilot, "escape", "escape", "question_mark", "a", "y")
+        assert len(operator.calls) == 2
+        # The request whose page was open before is not the one under the cursor now.
+        lines = await press(app, pilot, "escape", "up", "a")
+        assert lines[0].startswith("Abort request long-doc?")
+
+    drive(script, operator=operator)
+
+
+def test_hold_and_release_of_the_tenant_of_a_request_and_of_a_tenant_row():
+    operator = Asked()
+
+    async def script(app, pilot):
+        assert "a abort  h hold" in screen(app)[-1]
+        lines = await press(app, pilot, "h", "y")
+        assert lines[0].startswith("Hold tenant umbrella?")
+        assert any("umbrella: answered" in line for line in lines)
+        await press(app, pilot, "escape", "t", "h", "r")
+        assert operator.calls == [("hold", "umbrella", 600.0), ("hold", "umbrella", 0.0)]
+        lines = await press(app, pilot, "escape", "a")
+        assert "select one" in lines[0]
+
+    drive(script, operator=operator, size=(120, 24))
+
+
+def test_without_a_gateway_the_dialog_says_what_is_missing():
+    async def script(app, pilot):
+        shown = "\n".join(await press(app, pilot, "a", "y"))
+        assert "no gateway runs" in shown
+        assert "kvcatch gateway" in shown
+
+    drive(script, operator=Asked(KVCatchError("no gateway runs.", "Start one: kvcatch gateway")))
+
+
+def test_readonly_and_an_ended_record_change_nothing():
+    operator = Asked()
+
+    async def script(app, pilot):
+        assert "a abort" not in screen(app)[-1]
+        assert not any("abort" in line for line in await press(app, pilot, "question_mark"))
+        await press(app, pilot, "escape")
+        await press(app, pilot, "a", "y", "h", "y")
+        assert (operator.calls, len(app.screen_stack)) == ([], 1)
+
+    drive(script, operator=operator, readonly=True)
+
+    async def ended(app, pilot):
+        app.snapshots = [snapshot(state="ended")]
+        app.paused = True
+        lines = await press(app, pilot, "a", "y")
+        assert "nothing to abort" in lines[0]
+        assert operator.calls == []
+
+    drive(ended, operator=operator, size=(160, 48))

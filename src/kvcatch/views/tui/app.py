@@ -20,6 +20,7 @@ from kvcatch.views.lifeline import Life, detail_lines, grown, life_of
 from kvcatch.views.live import Watch
 from kvcatch.views.palette import Line, Look, clip
 from kvcatch.views.text import told_lines
+from kvcatch.views.tui.confirm import HOLD_SECONDS, Confirm, Operator
 from kvcatch.views.tui.rows import Rows
 from kvcatch.views.tui.screens import Page, help_lines
 from kvcatch.views.tui.text import rich_text
@@ -41,7 +42,8 @@ class TopApp(App[int]):
         interval: seconds between two looks.
         view: the first view, one of ``tables.VIEWS``.
         ascii_only: draw with ASCII characters.
-        readonly: write nothing to disk.
+        readonly: write nothing to disk, change nothing.
+        operator: who aborts and holds; None or readonly hides both.
     """
 
     ENABLE_COMMAND_PALETTE = False
@@ -65,6 +67,8 @@ class TopApp(App[int]):
         Binding("t", "table", "table"),
         Binding("tab", "target", "target", priority=True),
         Binding("w", "write", "write"),
+        Binding("a", "abort", "abort"),
+        Binding("h", "hold", "hold"),
         Binding("escape", "back", "back"),
     ]
 
@@ -76,6 +80,7 @@ class TopApp(App[int]):
         view: str = "capacity",
         ascii_only: bool = False,
         readonly: bool = False,
+        operator: Operator | None = None,
     ) -> None:
         super().__init__(ansi_color=True)
         self.watches = list(watches)
@@ -83,6 +88,7 @@ class TopApp(App[int]):
         self.view = view
         self.ascii_only = ascii_only
         self.readonly = readonly
+        self.operator = None if readonly else operator
         self.current = 0
         self.table_name = "requests"
         self.sorts = dict(FIRST_SORT)
@@ -92,6 +98,7 @@ class TopApp(App[int]):
         self.snapshots = [Snapshot(target=watch.name, state="connecting") for watch in self.watches]
         self.curve = panels.Curves()
         self.detail: tuple[RequestView, Life] | None = None
+        self._detail_page: Page | None = None
         self._busy = False
 
     # -- what is shown -------------------------------------------------------------------------------
@@ -181,6 +188,8 @@ class TopApp(App[int]):
             ("t", f"{self.table_name} {count}"),
             ("enter", "open"),
         ]
+        if self.operator is not None:
+            words += [("a", "abort"), ("h", "hold")]
         if len(self.watches) > 1:
             words.append(("tab", "target"))
         line: Line = []
@@ -211,7 +220,8 @@ class TopApp(App[int]):
 
     def action_help(self) -> None:
         """Show the keys."""
-        self.push_screen(Page(help_lines, ascii_only=self.ascii_only))
+        offered = self.operator is not None
+        self.push_screen(Page(lambda: help_lines(operator=offered), ascii_only=self.ascii_only))
 
     def action_findings(self) -> None:
         """All findings with cause and remedy, and what is missing from the record."""
@@ -296,6 +306,70 @@ class TopApp(App[int]):
                 self.note = f"cannot write {path}: {error.strerror}"
         self.redraw()
 
+    # -- what changes something ----------------------------------------------------------------------
+
+    def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
+        """No abort and no hold without somebody to do it, nor over another page than a request's."""
+        if action in {"abort", "hold"}:
+            return self.operator is not None and (len(self.screen_stack) <= 1 or self._on_request())
+        return super().check_action(action, parameters)
+
+    def _on_request(self) -> bool:
+        """Whether a request's own page is on top; ``detail`` outlives it."""
+        return self.detail is not None and self.screen is self._detail_page
+
+    def _chosen(self) -> RequestView | TenantView | None:
+        on_page = self.detail if self._on_request() else None
+        row = on_page[0] if on_page is not None else self.screen_stack[0].query_one(Rows).row
+        return row if isinstance(row, RequestView | TenantView) else None
+
+    def _gone(self) -> bool:
+        if self.snapshot.state in {"ended", "past"}:
+            self.note = "not a running engine: nothing to abort or hold"
+            self.redraw()
+            return True
+        return False
+
+    def action_abort(self) -> None:
+        """Ask whether the selected request shall end."""
+        row, operator = self._chosen(), self.operator
+        if operator is None or self._gone():
+            return
+        if not isinstance(row, RequestView):
+            self.note = "a aborts a request: select one"
+            self.redraw()
+            return
+        name = row.request_id
+        held = "n/a" if row.num_blocks is None else f"{row.num_blocks:,}"
+        self.push_screen(
+            Confirm(
+                [f"Abort request {name}?", f"It holds {held} blocks; its client gets an error."],
+                {"y": ("abort it", lambda: operator.abort(name))},
+                ascii_only=self.ascii_only,
+            )
+        )
+
+    def action_hold(self) -> None:
+        """Ask whether the selected tenant's new requests shall be refused."""
+        row, operator = self._chosen(), self.operator
+        if operator is None or self._gone():
+            return
+        tenant = row.tenant if isinstance(row, TenantView) else row.tags.get("tenant") if row else None
+        if not tenant:
+            self.note = "h holds a tenant: the selected row has none"
+            self.redraw()
+            return
+        self.push_screen(
+            Confirm(
+                [f"Hold tenant {tenant}?", "Its new requests get 429; those in flight go on."],
+                {
+                    "y": ("hold it for 10 minutes", lambda: operator.hold(tenant, HOLD_SECONDS)),
+                    "r": ("release it", lambda: operator.hold(tenant, 0.0)),
+                },
+                ascii_only=self.ascii_only,
+            )
+        )
+
     # -- one request ---------------------------------------------------------------------------------
 
     def on_rows_opened(self, event: Rows.Opened) -> None:
@@ -305,7 +379,7 @@ class TopApp(App[int]):
             self.redraw()
         elif isinstance(row, RequestView):
             self.detail = (row, Life())
-            page = Page(self._detail_lines, ascii_only=self.ascii_only)
+            page = self._detail_page = Page(self._detail_lines, ascii_only=self.ascii_only)
             self.push_screen(page, self._left_detail)
             self.run_worker(self._fill_detail(row))
 

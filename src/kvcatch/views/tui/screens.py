@@ -37,6 +37,11 @@ What the pool bar says
 Blocks of a request count shared blocks too; "own" are those nobody else holds.
 """
 
+_LAST_KEY = "  tab      next target\n"
+OPERATE = """\
+  a        abort the request       h        hold its tenant; both ask first
+"""
+
 
 class Page(Screen[None]):
     """A scrollable page of lines; ``lines`` is asked again on every ``redraw``."""
@@ -70,6 +75,7 @@ class Page(Screen[None]):
             body.update(rich_text(self._lines(), ascii_only=self._ascii_only))
 
 
-def help_lines() -> list[Line]:
-    """The keys and the words of the screen."""
-    return [[(line, "")] for line in HELP.splitlines()]
+def help_lines(*, operator: bool = False) -> list[Line]:
+    """The keys and the words of the screen, with those that change something when they are offered."""
+    text = HELP.replace(_LAST_KEY, _LAST_KEY + OPERATE) if operator else HELP
+    return [[(line, "")] for line in text.splitlines()]

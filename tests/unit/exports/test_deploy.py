@@ -14,6 +14,7 @@ import yaml
 
 from kvcatch.cli import serve
 from kvcatch.cli.main import build_parser
+from kvcatch.gateway.policyfile import check
 from kvcatch.views import mixin_rules
 
 DEPLOY = Path(__file__).parents[3] / "deploy"
@@ -72,6 +73,30 @@ def test_the_sidecar_and_what_reads_it_fit_together() -> None:
     labels = pod["metadata"]["labels"]
     assert monitor["selector"]["matchLabels"].items() <= labels.items()
     assert deployment["spec"]["selector"]["matchLabels"].items() <= labels.items()
+
+
+def test_the_gateway_its_policy_and_its_service_fit_together() -> None:
+    deployment = load(DEPLOY / "kubernetes" / "gateway.yaml")["spec"]
+    pod = deployment["template"]
+    (container,) = pod["spec"]["containers"]
+    check_command(container["command"])
+    options = build_parser("gateway").parse_args(container["command"][1:])
+    assert options.replicas == deployment["replicas"]
+    (port,) = container["ports"]
+    assert options.listen.rpartition(":")[2] == str(port["containerPort"])
+    assert container["readinessProbe"]["httpGet"] == {"path": "/health", "port": port["name"]}
+    mounts = {row["name"]: row["mountPath"] for row in container["volumeMounts"]}
+    assert {row["name"]: row["value"] for row in container["env"]} == {"KVCATCH_DIR": mounts["records"]}
+    policy = load(DEPLOY / "kubernetes" / "gateway-policy.yaml")
+    volumes = {row["name"]: row for row in pod["spec"]["volumes"]}
+    assert set(mounts) <= set(volumes)
+    assert volumes["policy"]["configMap"]["name"] == policy["metadata"]["name"]
+    folder, _, name = options.config.rpartition("/")
+    assert folder == mounts["policy"]
+    assert check(policy["data"][name].encode())[1] == []
+    service = load(DEPLOY / "kubernetes" / "gateway-service.yaml")["spec"]
+    assert service["selector"].items() <= pod["metadata"]["labels"].items()
+    assert [row["targetPort"] for row in service["ports"]] == [port["name"]]
 
 
 def test_autoscalers_use_the_recorded_ratio_at_the_documented_target() -> None:

@@ -17,7 +17,10 @@ class Result(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Pool(Result, frozen=True):
-    """Blocks of the pool by state. active + cached + free = num_blocks (the null block is not counted)."""
+    """Blocks of the pool by state. active + cached + free = num_blocks (the null block is not counted).
+
+    step_blocks: taken since by the step that is being computed; these are among the blocks of the requests already.
+    """
 
     num_blocks: int | None = None
     active_blocks: int | None = None
@@ -31,6 +34,7 @@ class Pool(Result, frozen=True):
     watermark_utilization_ratio: float | None = None
     watermark_source: str = "assumed"
     utilization_ratio: float | None = None  # active / num_blocks, where only the ratio is known
+    step_blocks: int | None = None
 
 
 class Queues(Result, frozen=True):

@@ -77,6 +77,7 @@ class Recorder(RequestLog):
         self.scheduled: tuple[Any, int, int] | None = (
             None  # a step that was scheduled since, not yet recorded
         )
+        self.behind = hasattr(scheduler, "get_grammar_bitmask")  # else there is no later moment in a step
         self._hooks = Hooks()
         self.active = False
 
@@ -86,7 +87,7 @@ class Recorder(RequestLog):
         """Put the hooks on this scheduler object and its block pool (instances, never classes)."""
         scheduler, add = self.scheduler, self._hooks.add
         add(scheduler, "schedule", self._schedule)
-        if hasattr(scheduler, "get_grammar_bitmask"):
+        if self.behind:
             add(scheduler, "get_grammar_bitmask", self._get_grammar_bitmask)
         add(scheduler, "update_from_output", self._update_from_output)
         add(scheduler, "add_request", self._add_request)
@@ -141,6 +142,8 @@ class Recorder(RequestLog):
                 self.in_schedule = False
             if self.active:
                 self.scheduled = (output, start, mono())
+                if not self.behind:
+                    self.settle()
             return output
 
         return schedule
@@ -177,7 +180,7 @@ class Recorder(RequestLog):
             if self.active:
                 try:
                     self.updated = scheduler_output, self._moment(self.mono())
-                    if self.speculative or self.resync or not self.scheduler.running:
+                    if self.speculative or self.resync or not (self.behind and self.scheduler.running):
                         # Later the numbers of computed tokens are others, or no step may come for long.
                         self.settle()
                 except Exception:  # noqa: BLE001

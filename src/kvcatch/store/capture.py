@@ -255,6 +255,7 @@ class ReplayCapture(Capture):
                 utilization_ratio=value["active_blocks"] / info.usable_blocks
                 if value and info.usable_blocks
                 else None,
+                step_blocks=max(0, len(state.refs) - value["active_blocks"]) if value else None,
             ),
             groups=tuple(
                 GroupView(

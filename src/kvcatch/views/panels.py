@@ -123,8 +123,9 @@ def pool_bar(snapshot: Snapshot, look: Look) -> list[Line]:
     ]
     if used is not None and pool.cached_blocks is None and pool.free_blocks is None:
         split = [(f"  {glyph.free} cached or free {human_ratio(1 - used)}", "free")]
+    more = f" +{_part(pool.step_blocks, total)} in this step" if pool.step_blocks and total else ""
     legend: Line = [
-        (f"{glyph.active} active {human_ratio(used)}", "active"),
+        (f"{glyph.active} active {human_ratio(used)}{more}", "active"),
         (f" max {most}" if most != "n/a" else "", "active"),
         *split,
         (f"  {glyph.watermark} watermark {human_ratio(mark, 0)} {source}", "watermark"),

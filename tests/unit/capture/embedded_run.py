@@ -61,8 +61,15 @@ def look(scheduler: Scheduler) -> Seen:
     )
 
 
+class Behind(Scheduler):
+    """With the call that an engine core makes once a step is with its workers."""
+
+    def get_grammar_bitmask(self, output: Any) -> None:
+        """No grammar here."""
+
+
 class EmbeddedRun:
-    """A random workload of ``requests`` requests over ``num_blocks`` blocks."""
+    """A random workload of ``requests`` requests over ``num_blocks`` blocks; behind: hooks may work behind the model call."""
 
     def __init__(
         self,
@@ -72,9 +79,12 @@ class EmbeddedRun:
         requests: int = 60,
         num_blocks: int = 70,
         ring_bytes: int = 1 << 20,
+        behind: bool = False,
     ) -> None:
         self.rng = random.Random(seed)
-        self.scheduler = Scheduler(num_blocks, BLOCK, max_num_seqs=12, max_num_batched_tokens=256)
+        self.scheduler = (Behind if behind else Scheduler)(
+            num_blocks, BLOCK, max_num_seqs=12, max_num_batched_tokens=256
+        )
         self.path = str(folder / "run.core0.kvring")
         self.ring = RingWriter(self.path, ring_bytes, info(num_blocks))
         options = Options({"KVCATCH_DIR": str(folder)})
@@ -112,6 +122,8 @@ class EmbeddedRun:
                 victim = self.rng.choice(sorted(scheduler.requests))
                 scheduler.finish_requests(victim, RequestStatus.FINISHED_ABORTED)
             output = scheduler.schedule()
+            if isinstance(scheduler, Behind):
+                scheduler.get_grammar_bitmask(output)
             self.preemptions += len(output.preempted_req_ids)
             self._count_recomputed(output)
             scheduler.update_from_output(output, sample(scheduler, output))

@@ -13,7 +13,8 @@ from kvcatch.capture.poolwatch import PoolWatch
 from kvcatch.capture.recorder import Recorder
 from kvcatch.capture.ring import RingWriter
 from kvcatch.simulator.drive import VirtualClock
-from kvcatch.simulator.embedded import Request, Scheduler, sample
+from kvcatch.simulator.embedded import Request, Scheduler, hash_of, sample
+from kvcatch.store.capture import ReplayCapture
 from kvcatch.store.replay import Replay
 from unit.capture.embedded_run import BLOCK, EmbeddedRun, info
 
@@ -57,9 +58,10 @@ def _frozen(replay: Replay):
         }  # fmt: skip
 
 
+@pytest.mark.parametrize("behind", [False, True])
 @pytest.mark.parametrize("seed", range(4))
-def test_every_step_equals_a_walk_of_the_engine(tmp_path: Path, seed: int) -> None:
-    run = EmbeddedRun(tmp_path, seed=seed)
+def test_every_step_equals_a_walk_of_the_engine(tmp_path: Path, seed: int, behind: bool) -> None:
+    run = EmbeddedRun(tmp_path, seed=seed, behind=behind)
     assert compare(run) == []
     assert run.preemptions > 0
     capture = Replay(run.path).capture
@@ -250,3 +252,26 @@ def test_rates_begin_with_the_first_step_not_with_the_attach(tmp_path: Path) -> 
     capture.close()
     # One token every 10 ms: 30 in the 0.29 s from the first row to the last.
     assert rate == pytest.approx(30 / 0.29, rel=0.05)
+
+
+def test_blocks_of_the_step_that_is_being_computed_are_told_apart(tmp_path: Path) -> None:
+    path = tmp_path / "x.kvring"
+    scheduler = Scheduler(65, BLOCK, max_num_seqs=8, max_num_batched_tokens=2048)
+    ring = RingWriter(str(path), 1 << 22, info(65))
+    recorder = Recorder(scheduler, ring, [("full", BLOCK)], Options({"KVCATCH_DIR": str(tmp_path)}))
+    recorder.attach()
+    for name, prompt in (("small", 20), ("large", 320)):
+        request = Request(name, prompt, 50, [hash_of(name, k) for k in range(prompt // BLOCK)])
+        scheduler.add_request(request)
+        output = scheduler.schedule()
+        capture = ReplayCapture.open(str(path))
+        pool, views = capture.snapshot().pool, capture.snapshot().requests
+        capture.close()
+        # 20 and 320 tokens of 16-token blocks; the first request keeps its two while the second is computed.
+        before, now = {"small": (0, 2), "large": (2, 20)}[name]
+        assert (pool.active_blocks, pool.step_blocks) == (before, now)
+        assert sum(view.num_blocks or 0 for view in views) == before + now
+        scheduler.update_from_output(output, sample(scheduler, output))
+    capture = ReplayCapture.open(str(path))
+    assert (capture.snapshot().pool.active_blocks, capture.snapshot().pool.step_blocks) == (22, 0)
+    capture.close()

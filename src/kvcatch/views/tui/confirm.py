@@ -12,7 +12,7 @@ from kvcatch.errors import KVCatchError
 from kvcatch.views.palette import Line
 from kvcatch.views.tui.screens import Page
 
-#: seconds a tenant is held from the screen; ``kvcatch hold --for`` takes others
+#: seconds that a tenant is held from the screen; other times by ``kvcatch hold TENANT --for TIME``
 HOLD_SECONDS = 600.0
 
 

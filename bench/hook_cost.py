@@ -94,6 +94,7 @@ def measure(requests: int, steps: int, seed: int, folder: str) -> dict[str, floa
         from kvcatch.capture.options import Options
 
         recorder = start_recorder(driver.scheduler, Options(os.environ))
+        recorder.behind = True  # as in an engine core
     finally:
         Hooks.add = plain
     for _ in range(requests * 2):

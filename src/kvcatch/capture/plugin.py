@@ -13,6 +13,7 @@ import glob
 import logging
 import os
 import re
+import sys
 import threading
 from typing import Any
 
@@ -149,12 +150,23 @@ def _start_recorder(scheduler: Any, options: Any) -> Any:
         unused_path(ring_path(options.directory, options.run_id, part)), options.ring_bytes, info
     )
     groups = [(group["kind"], group["block_size"]) for group in info["groups"]]
-    recorder = Recorder(scheduler, ring, groups, options)
+    behind = hasattr(scheduler, "get_grammar_bitmask") and _in_an_engine_core()
+    recorder = Recorder(scheduler, ring, groups, options, behind=behind)
     recorder.attach()
     scheduler.kvcatch_recorder = recorder
     _owned(ring)
     logger.info("kvcatch: recording to %s", ring.path)
     return recorder
+
+
+def _in_an_engine_core() -> bool:
+    """Whether this scheduler is made for the busy loop of an engine core (``EngineCoreProc.run_engine_core``)."""
+    frame = sys._getframe()
+    while frame.f_back is not None:
+        frame = frame.f_back
+        if frame.f_code.co_name == "run_engine_core":
+            return True
+    return False
 
 
 def unused_path(path: str) -> str:

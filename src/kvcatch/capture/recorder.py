@@ -5,9 +5,9 @@ error of ours takes the hooks off, is counted and logged once, and never reaches
 step is written for few calls and few objects: the engine empties the processor's caches between two steps, and
 what is touched then costs more than what is computed.
 
-On the engine's way from one model call to the next the hooks only take notes; they are worked off in
-``get_grammar_bitmask``, which the engine core calls right after it has handed the step to the workers, or by the next
-hook that needs them.
+In an engine core of its own (``behind``) the hooks only take notes on the way from one model call to the next; they are
+worked off in ``get_grammar_bitmask``, which the core calls right after it has handed the step to the workers, or by the
+next hook that needs them. An engine whose steps the caller makes may stand still after any of them: there nothing waits.
 """
 
 from __future__ import annotations
@@ -45,9 +45,12 @@ class Recorder(RequestLog):
 
     def __init__(
         self, scheduler: Any, ring: RingWriter, groups: list[tuple[str, int]], options: Any,
-        mono: Callable[[], int] = time.monotonic_ns, wall: Callable[[], int] = time.time_ns,
+        mono: Callable[[], int] = time.monotonic_ns, wall: Callable[[], int] = time.time_ns, behind: bool = False,
     ) -> None:  # fmt: skip
-        """groups: (kind, block size) per KV cache group; options: capture.options.Options; clocks in nanoseconds."""
+        """groups: (kind, block size) per KV cache group; options: capture.options.Options; clocks in nanoseconds.
+
+        behind: notes of a step may wait until the engine core has handed on the next one.
+        """
         super().__init__(scheduler, ring, groups, mono, wall)
         self.options = options
         pool = scheduler.kv_cache_manager.block_pool
@@ -77,7 +80,7 @@ class Recorder(RequestLog):
         self.scheduled: tuple[Any, int, int] | None = (
             None  # a step that was scheduled since, not yet recorded
         )
-        self.behind = hasattr(scheduler, "get_grammar_bitmask")  # else there is no later moment in a step
+        self.behind = behind
         self._hooks = Hooks()
         self.active = False
 
@@ -87,7 +90,7 @@ class Recorder(RequestLog):
         """Put the hooks on this scheduler object and its block pool (instances, never classes)."""
         scheduler, add = self.scheduler, self._hooks.add
         add(scheduler, "schedule", self._schedule)
-        if self.behind:
+        if hasattr(scheduler, "get_grammar_bitmask"):
             add(scheduler, "get_grammar_bitmask", self._get_grammar_bitmask)
         add(scheduler, "update_from_output", self._update_from_output)
         add(scheduler, "add_request", self._add_request)

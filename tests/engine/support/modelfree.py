@@ -170,6 +170,8 @@ class Driver:
         self.case = case
         self.rng = random.Random(case.seed)
         self.scheduler = build(case)
+        if recorder := getattr(self.scheduler, "kvcatch_recorder", None):
+            recorder.behind = True  # as in an engine core of its own
         self.coming = deque(requests(case, self.rng))
         self.all = list(self.coming)
         self.output_class = ModelRunnerOutput

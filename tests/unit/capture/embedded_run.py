@@ -88,7 +88,7 @@ class EmbeddedRun:
         self.path = str(folder / "run.core0.kvring")
         self.ring = RingWriter(self.path, ring_bytes, info(num_blocks))
         options = Options({"KVCATCH_DIR": str(folder)})
-        self.recorder = Recorder(self.scheduler, self.ring, [("full", BLOCK)], options)
+        self.recorder = Recorder(self.scheduler, self.ring, [("full", BLOCK)], options, behind=behind)
         self.recorder.attach()
         self.left = requests
         self.made: list[Request] = []

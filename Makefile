@@ -50,6 +50,7 @@ bench: $(VENV)/.dev engine
 soak: $(VENV)/.dev engine
 	$(EPY) -m pytest tests/engine -m soak
 	$(EPY) -m pytest tests/unit -m soak
+	$(EPY) bench/scheduler.py
 
 clean:
 	rm -rf $(VENV) $(ENGINE) build dist

@@ -20,6 +20,7 @@ from engine.support.sched_modelfree import (
     ttft_p95,
     workload,
 )
+from kvcatch.capture.hooks import Hooks
 from kvcatch.capture.options import Options
 from kvcatch.capture.recorder import Recorder
 from kvcatch.capture.ring import RingWriter
@@ -62,20 +63,22 @@ def rehearsed(specs: list[Spec], setup: Setup, mode: str) -> tuple[list[tuple[An
     run = Stepwise(trace, settings_of(setup, mode), trace.blocks(setup.block_size), governed)
     steps: list[tuple[Any, ...]] = []
     pool = run.scheduler.kv_cache_manager.block_pool
-    schedule = run.scheduler.schedule
 
-    def noted() -> Any:
-        decided = schedule()
-        steps.append(
-            (
-                int(run.now) + specs[0].arrival,
-                tuple(decided.num_scheduled_tokens.items()),
-                pool.get_num_free_blocks(),
+    def noting(schedule: Any) -> Any:
+        def noted() -> Any:
+            decided = schedule()
+            steps.append(
+                (
+                    int(run.now) + specs[0].arrival,
+                    tuple(decided.num_scheduled_tokens.items()),
+                    pool.get_num_free_blocks(),
+                )
             )
-        )
-        return decided
+            return decided
 
-    run.scheduler.schedule = noted  # type: ignore[method-assign]
+        return noted
+
+    Hooks().add(run.scheduler, "schedule", noting)
     while run.step():
         pass
     return steps, run

@@ -12,6 +12,7 @@ import pytest
 from engine.simulator_oracle import free_order, plain
 from engine.support.engine_loop import EngineLoop, settings_of, trace_of
 from engine.support.sched_modelfree import STEP_SECONDS, Setup, Spec, tiny_model, workload
+from kvcatch.capture.hooks import Hooks
 from kvcatch.control.rehearsal import GovernedAsyncScheduler, GovernedScheduler
 from kvcatch.policy.settings import Settings
 from kvcatch.simulator.cost import StepCost
@@ -57,15 +58,18 @@ def look(scheduler: Any, decided: Any) -> tuple[Any, ...]:
 def ours(specs: list[Spec], setup: Setup, build: Any, scheduler: str = "stock") -> tuple[Stepwise, list[Any]]:
     trace = trace_of(specs, setup.block_size)
     run = Stepwise(trace, settings_of(setup, scheduler, COST), trace.blocks(setup.block_size), build)
-    schedule, seen = run.scheduler.schedule, []
+    seen: list[Any] = []
 
-    def noted() -> Any:
-        decided = schedule()
-        if decided.num_scheduled_tokens:
-            seen.append((run.now, look(run.scheduler, decided)))
-        return decided
+    def noting(schedule: Any) -> Any:
+        def noted() -> Any:
+            decided = schedule()
+            if decided.num_scheduled_tokens:
+                seen.append((run.now, look(run.scheduler, decided)))
+            return decided
 
-    run.scheduler.schedule = noted  # type: ignore[method-assign]
+        return noted
+
+    Hooks().add(run.scheduler, "schedule", noting)
     while run.step():
         pass
     return run, seen

@@ -19,9 +19,10 @@ from engine.simulator_oracle import (
 )
 from kvcatch.simulator.batching import LOG_EVICTED
 from kvcatch.simulator.cost import StepCost
-from kvcatch.simulator.embedded import Request, Scheduler, hash_of, sample
+from kvcatch.simulator.embedded import Scheduler, sample
 from kvcatch.simulator.engine import EngineSettings, serve
 from kvcatch.simulator.pool import REMOVED, STORED, serial_pool
+from kvcatch.simulator.requests import Request, hash_of
 from kvcatch.workload import build
 
 SEEDS = 60

@@ -12,8 +12,9 @@ from kvcatch.control.pilot import Decision, Pilot
 from kvcatch.control.queue import GovernedLine
 from kvcatch.errors import KVCatchError
 from kvcatch.policy.settings import MODES, Settings, settings_from
-from kvcatch.simulator.embedded import AsyncScheduler, Scheduler, SchedulerOutput
+from kvcatch.simulator.embedded import AsyncScheduler, Scheduler
 from kvcatch.simulator.engine import EngineSettings, Served, serve
+from kvcatch.simulator.requests import SchedulerOutput
 from kvcatch.simulator.stepwise import scheduler_arguments, serve_stepwise
 from kvcatch.workload import BlockView, Workload
 

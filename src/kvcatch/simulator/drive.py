@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from kvcatch.simulator.embedded import Request, Scheduler, SchedulerOutput, hash_of, sample
+from kvcatch.simulator.embedded import Scheduler, sample
+from kvcatch.simulator.requests import Request, SchedulerOutput, hash_of
 from kvcatch.workload import Workload
 
 

@@ -15,16 +15,9 @@ import numpy as np
 from kvcatch.errors import KVCatchError
 from kvcatch.simulator import batching as kernel
 from kvcatch.simulator.cost import StepCost
-from kvcatch.simulator.embedded import (
-    AsyncScheduler,
-    ModelRunnerOutput,
-    Request,
-    Scheduler,
-    SchedulerOutput,
-    hash_of,
-    sample,
-)
+from kvcatch.simulator.embedded import AsyncScheduler, Scheduler, sample
 from kvcatch.simulator.engine import EngineSettings, Served, check, lengths, limits, longest_request
+from kvcatch.simulator.requests import ModelRunnerOutput, Request, SchedulerOutput, hash_of
 from kvcatch.workload import BlockView, Workload
 
 #: makes the scheduler of a run; the function tells the simulated time in seconds

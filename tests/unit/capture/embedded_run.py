@@ -10,7 +10,8 @@ from typing import Any
 from kvcatch.capture.options import Options
 from kvcatch.capture.recorder import Recorder
 from kvcatch.capture.ring import RingWriter
-from kvcatch.simulator.embedded import Request, RequestStatus, Scheduler, hash_of, sample
+from kvcatch.simulator.embedded import Scheduler, sample
+from kvcatch.simulator.requests import Request, RequestStatus, hash_of
 
 BLOCK = 16
 

@@ -13,10 +13,11 @@ from kvcatch.capture.poolwatch import PoolWatch
 from kvcatch.capture.recorder import Recorder
 from kvcatch.capture.ring import RingWriter
 from kvcatch.simulator.drive import VirtualClock
-from kvcatch.simulator.embedded import Request, Scheduler, hash_of, sample
+from kvcatch.simulator.embedded import Scheduler, sample
+from kvcatch.simulator.requests import Request, hash_of
 from kvcatch.store.capture import ReplayCapture
 from kvcatch.store.replay import Replay
-from unit.capture.embedded_run import BLOCK, EmbeddedRun, info
+from unit.capture.embedded_run import BLOCK, Behind, EmbeddedRun, info
 
 
 def compare(run: EmbeddedRun) -> list[str]:
@@ -274,4 +275,34 @@ def test_blocks_of_the_step_that_is_being_computed_are_told_apart(tmp_path: Path
         scheduler.update_from_output(output, sample(scheduler, output))
     capture = ReplayCapture.open(str(path))
     assert (capture.snapshot().pool.active_blocks, capture.snapshot().pool.step_blocks) == (22, 0)
+    capture.close()
+
+
+def test_a_name_used_again_while_its_end_is_only_noted_is_another_request(tmp_path: Path) -> None:
+    path = tmp_path / "x.kvring"
+    scheduler = Behind(65, BLOCK, max_num_seqs=2, max_num_batched_tokens=2048)
+    ring = RingWriter(str(path), 1 << 22, info(65))
+    recorder = Recorder(
+        scheduler, ring, [("full", BLOCK)], Options({"KVCATCH_DIR": str(tmp_path)}), behind=True
+    )
+    recorder.attach()
+
+    def step() -> None:
+        output = scheduler.schedule()
+        scheduler.get_grammar_bitmask(output)
+        scheduler.update_from_output(output, sample(scheduler, output))
+
+    scheduler.add_request(Request("a", 20, 1, [hash_of("a", 0)]))
+    scheduler.add_request(Request("b", 20, 50, [hash_of("b", 0)]))
+    step()  # "a" ends with its only token; "b" runs on, so that this is only noted
+    scheduler.add_request(
+        Request("c", 20, 50, [hash_of("c", 0)])
+    )  # takes the seat, so that the second "a" waits
+    scheduler.add_request(Request("a", 40, 50, [hash_of("d", 0), hash_of("d", 1)]))
+    step()
+    step()
+    capture = ReplayCapture.open(str(path))
+    seen = {view.request_id: (view.prompt_tokens, view.status) for view in capture.snapshot().requests}
+    assert seen == {"a": (40, "waiting"), "b": (20, "running"), "c": (20, "running")}
+    assert (capture.state.totals["arrived"], capture.state.totals["finished"]) == (4, 1)
     capture.close()

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from kvcatch.capture.hooks import Hooks
 from kvcatch.cli.main import main
 from kvcatch.errors import KVCatchError
 from kvcatch.gateway import mirror as module
@@ -120,8 +121,7 @@ def mirrored(running: Running, url: str, folder: Path, base: str | None = None, 
         count=lambda outcome: counts.update([outcome]), **more,
     )  # fmt: skip
     if base is not None:
-        ends = one._end
-        one._end = lambda asked: ends(url if asked == url else base)  # type: ignore[method-assign]
+        Hooks().add(one, "_end", lambda ends: lambda asked: ends(url if asked == url else base))
     one.start()
     running.proxy.copy = one.offer
     try:

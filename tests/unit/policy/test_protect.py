@@ -5,7 +5,9 @@ from __future__ import annotations
 import pytest
 
 from kvcatch.errors import KVCatchError
+from kvcatch.policy.keeper import Keeper
 from kvcatch.policy.protect import Protection, parse_floors
+from kvcatch.simulator.blockpool import BlockPool
 
 
 def test_floors_are_shares_of_the_pool() -> None:
@@ -41,3 +43,29 @@ def test_star_keeps_everybody_else_within_one_floor() -> None:
     kept.hit("a", [(1, "a")])
     kept.hit("b", [(2, "b"), (3, "c")])
     assert kept.alive(lambda *_: True) == [3, 2]
+
+
+def test_protected_blocks_are_moved_before_a_flood_of_small_steps_reaches_them() -> None:
+    # 15 usable blocks of 4 tokens, 3 proven. A step takes at most 2 blocks of what others left before them; freed again
+    # those stand behind, so after six steps nothing but the counting keeps the seventh from the proven ones.
+    pool = BlockPool(16)
+    keeper = Keeper(pool, [4], Protection({"chat": 0.2}, 15), token_budget=8)
+
+    def serve(*names: bytes) -> None:
+        keeper.before_step(0)
+        held = pool.get_new_blocks(len(names))
+        keeper.after_step(4 * len(names), 1)
+        for block, name in zip(held, names, strict=True):
+            pool.cache_block(block, name)
+        pool.free_blocks(reversed(held))
+
+    prefix = (b"a", b"b", b"c")
+    serve(*prefix)
+    hit = [block for block in map(pool.get_cached_block, prefix) if block is not None]
+    pool.touch(hit)
+    keeper.admitted("chat", [hit])
+    pool.free_blocks(reversed(hit))
+    for number in range(40):
+        serve(b"x%d" % number, b"y%d" % number)
+    assert all(pool.get_cached_block(name) is not None for name in prefix)
+    assert pool.get_cached_block(b"x0") is None

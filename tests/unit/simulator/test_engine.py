@@ -17,9 +17,10 @@ from hypothesis import strategies as st
 from kvcatch.errors import KVCatchError
 from kvcatch.simulator import batching as kernel
 from kvcatch.simulator.cost import StepCost
-from kvcatch.simulator.embedded import Request, Scheduler, hash_of, sample
+from kvcatch.simulator.embedded import Scheduler, sample
 from kvcatch.simulator.engine import EngineSettings, serve, simulate_engine, summary
 from kvcatch.simulator.fit import fit_step_cost
+from kvcatch.simulator.requests import Request, hash_of
 from kvcatch.sources.traces import read_workload
 
 from .small import workloads

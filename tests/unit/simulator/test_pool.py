@@ -10,8 +10,9 @@ from kvcatch.errors import KVCatchError
 from kvcatch.simulator import bounds
 from kvcatch.simulator.blockpool import BlockPool
 from kvcatch.simulator.drive import VirtualClock, drive
-from kvcatch.simulator.embedded import Request, Scheduler, hash_of, sample
+from kvcatch.simulator.embedded import Scheduler, sample
 from kvcatch.simulator.policies import POLICIES
+from kvcatch.simulator.requests import Request, hash_of
 from kvcatch.simulator.whatif import simulate, sweep
 from kvcatch.simulator.workers import Workers
 from kvcatch.workload import build

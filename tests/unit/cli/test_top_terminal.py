@@ -26,18 +26,16 @@ class Terminal:
         self.master = master
         self.process = process
 
-    def read_until(self, words: str) -> str:
-        """What was drawn until ``words`` appeared."""
+    def read_until(self, *words: str) -> None:
+        """Read until each of ``words`` was drawn, in whatever order and pieces the terminal gives them."""
         seen = b""
-        while words.encode() not in seen:
+        while missing := [word for word in words if word.encode() not in seen]:
             ready, _, _ = select.select([self.master], [], [], LIMIT_SECONDS)
-            assert ready, f"{words!r} did not appear in {seen[-2000:]!r}"
+            assert ready, f"{missing!r} did not appear in {seen[-2000:]!r}"
             try:
                 seen += os.read(self.master, 65536)
             except OSError:  # the other end has closed
-                break
-        assert words.encode() in seen
-        return seen.decode(errors="replace")
+                raise AssertionError(f"closed before {missing!r} in {seen[-2000:]!r}") from None
 
     def resize(self, columns: int, rows: int) -> None:
         """Change the window, as a window manager does."""
@@ -70,13 +68,11 @@ def top(columns: int, rows: int) -> Iterator[Terminal]:
 
 def test_it_draws_follows_a_resize_and_gives_the_terminal_back():
     with top(80, 24) as terminal:
-        drawn = terminal.read_until("requests 39/39")
-        assert "\x1b[?1049h" in drawn  # its own screen
-        assert "report-0061" in drawn
+        terminal.read_until("\x1b[?1049h", "requests 39/39", "report-0061")  # on a screen of its own
         terminal.resize(150, 30)
         terminal.read_until("output")  # a column that 80 had no room for
         os.write(terminal.master, b"q")
-        assert "\x1b[?25h" in terminal.read_until("\x1b[?1049l")  # cursor and screen are back
+        terminal.read_until("\x1b[?1049l", "\x1b[?25h")  # screen and cursor are back
         assert terminal.process.wait(LIMIT_SECONDS) == 0
 
 

@@ -156,6 +156,16 @@ def test_replayed_twice_nothing_differs_that_the_engine_decides(runs: Runs) -> N
     assert comparison.metric("preemptions_per_request").b == 0
 
 
+@pytest.mark.soak  # latencies of one engine need a machine that does nothing else
+def test_replayed_again_compare_says_equal(runs: Runs, tmp_path: Path, tiny_model: Path) -> None:
+    with server(tmp_path / "again", tiny_model, *pool(BLOCKS)) as running:
+        replays = [replay(runs.first, running.url, tmp_path / f"{number}.jsonl") for number in range(5)]
+    sides = [open_side(one.target) for one in replays]
+    comparison = compare(sides[0], sides[-1], repeats=sides[1:-1])
+    assert comparison.paired
+    assert comparison.verdict == "equal", comparison.metrics
+
+
 def test_half_the_blocks_are_named_as_the_cause(runs: Runs) -> None:
     comparison = against(runs.results[0], runs.half)
     assert comparison.paired

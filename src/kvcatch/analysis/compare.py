@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from itertools import combinations
 from typing import Any
 
 import msgspec
@@ -18,7 +19,7 @@ from kvcatch.analysis.compare_causes import explain
 from kvcatch.analysis.compare_drift import Drift, drift, one_sided
 from kvcatch.analysis.compare_replay import answered, fill_replay, paired_answers
 from kvcatch.analysis.compare_sides import Ints, Side, arrival_order, fill
-from kvcatch.analysis.compare_stats import FAMILY_ERROR, Difference, difference, verdict
+from kvcatch.analysis.compare_stats import FAMILY_ERROR, Difference, Noise, difference, noise_of, verdict
 from kvcatch.errors import KVCatchError
 from kvcatch.results import Finding, Result
 from kvcatch.store.columns import Recording
@@ -103,24 +104,24 @@ def compare(
     *,
     repeats: Sequence[Side] = (),
     skip: int | None = None,
-    floors: Mapping[str, float] | None = None,
+    noise: Mapping[str, Noise] | None = None,
 ) -> Comparison:
     """The second run against the first.
 
     Args:
         a: the first run, the baseline.
         b: the second run.
-        repeats: more runs of the first configuration; the largest difference among them is the noise floor.
+        repeats: more runs of the first configuration; what differs among them is noise.
         skip: requests left out at the start of recordings; None: 5 %, at most 8.
-        floors: noise measured elsewhere, per metric; the larger one counts.
+        noise: measured elsewhere, per metric; the larger one counts.
 
     Raises:
         KVCatchError: nothing in common to compare.
     """
     paired = align(a, b, skip)
     measured = spread(a, repeats, skip)
-    for name, floor in (floors or {}).items():
-        measured[name] = max(floor, measured.get(name, 0.0))
+    for name, one in (noise or {}).items():
+        measured[name] = one.or_wider(measured.get(name))
     if repeats:
         paired = align(a, b, skip)  # the repeats may have cut the first run shorter
     names = [name for name in METRICS if name in a.estimates and name in b.estimates]
@@ -228,17 +229,19 @@ def _warm_up(count: int, skip: int | None) -> int:
     return min(_WARM_UP, count // 20) if skip is None else skip
 
 
-def spread(a: Side, repeats: Sequence[Side], skip: int | None = None) -> dict[str, float]:
-    """The largest difference between the first run and its repeats, per metric."""
-    floors: dict[str, float] = {}
-    for other in repeats:
-        paired = align(a, other, skip)
+def spread(a: Side, repeats: Sequence[Side], skip: int | None = None) -> dict[str, Noise]:
+    """What differs between every two of these runs of one configuration, per metric. Leaves them aligned anew."""
+    runs = (a, *repeats)
+    seen: dict[str, list[float]] = {}
+    for one, other in combinations(runs, 2):
+        paired = align(one, other, skip)
         for name in METRICS:
-            if name in a.estimates and name in other.estimates:
-                change = difference(a.estimates[name], other.estimates[name], paired=paired)
+            if name in one.estimates and name in other.estimates:
+                change = difference(one.estimates[name], other.estimates[name], paired=paired)
                 if change is not None:
-                    floors[name] = max(floors.get(name, 0.0), abs(change.value))
-    return floors
+                    seen.setdefault(name, []).append(change.value)
+    pairs = len(runs) * (len(runs) - 1) // 2
+    return {name: noise_of(found, len(runs)) for name, found in seen.items() if len(found) == pairs}
 
 
 def same_load(a: Side, b: Side, paired: bool) -> bool | None:
@@ -276,11 +279,11 @@ def _near(one: float, other: float, tolerance: float) -> bool:
 
 
 def _metric(
-    name: str, change: Difference, error: float, measured: float | None, alike: bool | None
+    name: str, change: Difference, error: float, measured: Noise | None, alike: bool | None
 ) -> Metric:
     unit, better, absolute, relative, loaded = METRICS[name]
     assumed = max(absolute, relative * abs(change.a))
-    floor = max(absolute, measured) if measured is not None else assumed
+    floor = assumed if measured is None else max(absolute, measured.floor(assumed))
     interval = change.interval(error)
     said = verdict(change, error, floor, better)
     reason = ""
@@ -294,7 +297,7 @@ def _metric(
         name=name, unit=unit, better=better, a=change.a, b=change.b, difference=change.value,
         relative_difference=change.value / abs(change.a) if change.a else None,
         low=None if interval is None else interval[0], high=None if interval is None else interval[1],
-        floor=floor, floor_source="assumed" if measured is None else "measured", verdict=said, reason=reason,
+        floor=floor, floor_source="assumed" if floor == assumed else "measured", verdict=said, reason=reason,
     )  # fmt: skip
 
 
@@ -309,7 +312,7 @@ def _overall(metrics: Sequence[Metric], alike: bool | None) -> str:
     return "equal" if alike is not False and 2 * said.count("equal") >= len(said) > 0 else "inconclusive"
 
 
-def _notes(alike: bool | None, measured: Mapping[str, float], metrics: Sequence[Metric]) -> list[str]:
+def _notes(alike: bool | None, measured: Mapping[str, Noise], metrics: Sequence[Metric]) -> list[str]:
     notes = []
     if alike is False:
         notes.append("the runs were not under the same load: give both the same requests at the same rate")

@@ -7,6 +7,7 @@ requests (Künsch, "The jackknife and the bootstrap for general stationary obser
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from statistics import NormalDist
@@ -77,10 +78,41 @@ class Difference:
         return self.value - half, self.value + half
 
 
+@dataclass(frozen=True)
+class Noise:
+    """What changes between runs of one configuration. range: the largest difference that was seen between two of them.
+
+    bound: the difference that two more runs exceed in 5 % of all cases: t(n - 1) * s * sqrt(2), with the standard
+    deviation s of n runs; infinite for two runs, which may agree by accident.
+    """
+
+    range: float
+    bound: float
+
+    def floor(self, assumed: float) -> float:
+        """The smallest difference that counts: wider than assumed when seen, sharper only when enough runs say so."""
+        return max(self.range, min(assumed, self.bound))
+
+    def or_wider(self, other: Noise | None) -> Noise:
+        """The larger of both in each number."""
+        return self if other is None else Noise(max(self.range, other.range), max(self.bound, other.bound))
+
+
+def noise_of(differences: Sequence[float], runs: int) -> Noise:
+    """Noise from the differences of every two of ``runs`` runs (at least two)."""
+    if runs == 2:
+        return Noise(max(map(abs, differences)), math.inf)
+    # The variance of n values is the sum of the squared differences of their pairs over n (n - 1).
+    deviation = math.sqrt(sum(value * value for value in differences) / (runs * (runs - 1)))
+    return Noise(max(map(abs, differences)), t_quantile(0.975, runs - 1) * deviation * math.sqrt(2))
+
+
 def t_quantile(probability: float, freedom: int) -> float:
-    """Quantile of Student's t by Fisher's expansion about the normal one (Abramowitz and Stegun 26.7.5)."""
+    """Quantile of Student's t: exact for 2 degrees, above by Fisher's expansion (Abramowitz and Stegun 26.7.5)."""
+    if freedom == 2:
+        return (2 * probability - 1) / math.sqrt(2 * probability * (1 - probability))
     z = NormalDist().inv_cdf(probability)
-    v = float(max(freedom, 3))
+    v = float(freedom)
     first = (z**3 + z) / 4
     second = (5 * z**5 + 16 * z**3 + 3 * z) / 96
     third = (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / 384

@@ -79,14 +79,15 @@ def judge(old: list[Replayed], new: list[Replayed]) -> Comparison:
     """All runs of the new engine against all of the old one; runs of one engine among each other are the noise."""
     from kvcatch.analysis.compare import compare, spread
     from kvcatch.analysis.compare_replay import merged, replay_side
+    from kvcatch.analysis.compare_stats import Noise
 
-    floors: dict[str, float] = {}
+    noise: dict[str, Noise] = {}
     for runs in (old, new):
         measured = spread(replay_side(runs[0]), [replay_side(one) for one in runs[1:]])
-        for name, floor in measured.items():
-            floors[name] = max(floor, floors.get(name, 0.0))
+        for name, one in measured.items():
+            noise[name] = one.or_wider(noise.get(name))
     sides = [
         replay_side(merged(runs, f"{name} ({runs[0].head.engine_version or 'n/a'} on {runs[0].head.url})"))
         for name, runs in (("old", old), ("new", new))
     ]
-    return compare(sides[0], sides[1], floors=floors)
+    return compare(sides[0], sides[1], noise=noise)

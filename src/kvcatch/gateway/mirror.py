@@ -1,21 +1,23 @@
 """A copy of some requests goes to a candidate engine; clients neither wait for it nor see it.
 
-One thread of its own with connections of its own. The client's path does one thing: it puts a request that was
-answered into a short queue, or drops it. Kept are numbers, never what was sent or answered.
+Copies, comparisons and their files are the work of a process of its own (``mirror_worker``): reading a thousand
+log-probabilities holds an interpreter's lock for milliseconds. The client's path does one thing: it puts a request that
+was answered into a short queue, or drops it. Kept are numbers, never what was sent or answered.
 """
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
-import http.client
 import logging
 import os
 import queue
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, BinaryIO
 from urllib.parse import urlsplit
 
 import msgspec
@@ -24,27 +26,30 @@ from aiohttp import web
 from kvcatch import __version__
 from kvcatch.capture import tags
 from kvcatch.errors import KVCatchError
+from kvcatch.gateway import mirror_worker
 from kvcatch.gateway.body import CHAT, COMPLETIONS, Ask
 from kvcatch.gateway.counting import template_arguments
 from kvcatch.gateway.engine import Engine
 from kvcatch.gateway.flight import Flight
-from kvcatch.gateway.usage import StreamMeter, output_of
-from kvcatch.quality.endpoint import Endpoint, Position
-from kvcatch.quality.shadow import Judge, Pair, PairsHead, pair
+from kvcatch.gateway.mirror_worker import (
+    CANDIDATE,
+    COMPARE,
+    PAIRS,
+    TIMEOUT,
+    UPSTREAM,
+    Compare,
+    Setup,
+    Task,
+    Told,
+)
+from kvcatch.quality.shadow import PairsHead
 from kvcatch.quality.verdict import Limits
-from kvcatch.sources.replayed import Answer, Head, Tail
+from kvcatch.sources.replayed import Head
 
 logger = logging.getLogger("kvcatch.gateway")
 
 #: requests that wait for the candidate, and their largest body: what a mirror can hold in memory
 QUEUE, BODY = 16, 256 << 10
-#: tokens of a prompt that are compared (log-probabilities take memory outside the pool), and that are continued
-SCORED, CONTINUED = 512, 16
-#: seconds for one answer of the candidate
-TIMEOUT = 30.0
-#: failures of the candidate in a row that stop the mirror
-FAILURES = 5
-UPSTREAM, CANDIDATE, PAIRS = "upstream.jsonl", "candidate.jsonl", "pairs.jsonl"
 
 
 @dataclass(frozen=True)
@@ -60,6 +65,42 @@ class Job:
     first: float | None
     finished: float
     output: int | None
+
+
+class _Worker:
+    """The worker's process."""
+
+    def __init__(self, setup: Setup) -> None:
+        self.process = subprocess.Popen(
+            [sys.executable, "-P", "-m", mirror_worker.__name__], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+        )
+        assert self.process.stdin is not None
+        assert self.process.stdout is not None
+        self._to, self._back = self.process.stdin, self.process.stdout
+        self._say(setup)
+
+    def _say(self, what: msgspec.Struct) -> None:
+        self._to.write(msgspec.json.encode(what) + b"\n")
+        self._to.flush()
+
+    def told(self, what: Task | Compare) -> Told:
+        """Give it something to do and wait. Raises OSError or EOFError when it has ended."""
+        self._say(what)
+        line = self._back.readline()
+        if not line:
+            raise EOFError
+        return msgspec.json.decode(line, type=Told)
+
+    def end(self, seconds: float) -> None:
+        """Let it write the ends of its files; kill it when it does not end."""
+        with contextlib.suppress(OSError):
+            self._to.close()
+        try:
+            self.process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait()
+        self._back.close()
 
 
 class Mirror:
@@ -83,14 +124,11 @@ class Mirror:
     ) -> None:
         self.url, self.share, self.folder = url.rstrip("/").removesuffix("/v1"), share, folder
         self.stopped = ""  # why no more is copied, "" = copying
-        self.judge = Judge(limits or Limits())
-        self._idle, self._count, self._key, self._timeout = idle, count, key, timeout
+        self._idle, self._count = idle, count
+        self._setup = Setup(self.url, folder, limits or Limits(), timeout, time.monotonic(), key)
         self._queue: queue.Queue[Job | None] = queue.Queue(QUEUE)
-        self._thread = threading.Thread(target=self._run, name="kvcatch-mirror", daemon=True)
-        self._ends: dict[str, Endpoint] = {}
-        self._files: dict[str, BinaryIO] = {}
-        self._began = time.monotonic()
-        self._index = self._failures = 0
+        self._thread: threading.Thread | None = None
+        self._worker: _Worker | None = None
         self._ending = threading.Event()
 
     # ---- the client's side: nothing here waits -----------------------------------------------------------
@@ -121,14 +159,26 @@ class Mirror:
     # ---- life ---------------------------------------------------------------------------------------------
 
     def start(self) -> None:
-        """Open the files and begin. Raises KVCatchError when the folder cannot be written or holds results."""
+        """Make the files and begin. Raises KVCatchError when the folder cannot be written or holds results."""
+        start = time.time()
+        heads: dict[str, msgspec.Struct] = {
+            name: Head(
+                kvcatch_version=__version__,
+                trace="mirror",
+                url=name.partition(".")[0],
+                start_unix_seconds=start,
+            )
+            for name in (UPSTREAM, CANDIDATE)
+        }
+        heads[PAIRS] = PairsHead(kvcatch_version=__version__, candidate=urlsplit(self.url).netloc)
         try:
             os.makedirs(self.folder, mode=0o700, exist_ok=True)
-            for name in (UPSTREAM, CANDIDATE, PAIRS):
+            for name, head in heads.items():
                 descriptor = os.open(
                     os.path.join(self.folder, name), os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600
                 )
-                self._files[name] = os.fdopen(descriptor, "wb", buffering=0)
+                with os.fdopen(descriptor, "wb") as file:
+                    file.write(msgspec.json.encode(head) + b"\n")
         except FileExistsError:
             raise KVCatchError(
                 f"{self.folder} holds results of a mirror.", "Name another folder with --mirror-dir."
@@ -137,13 +187,12 @@ class Mirror:
             raise KVCatchError(
                 f"--mirror-dir {self.folder}: {error.strerror}.", "Name another folder."
             ) from None
-        start = time.time()
-        for name in (UPSTREAM, CANDIDATE):
-            self._write(name, Head(kvcatch_version=__version__, trace="mirror", url=name.partition(".")[0],
-                                   start_unix_seconds=start))  # fmt: skip
-        self._write(PAIRS, PairsHead(kvcatch_version=__version__, candidate=urlsplit(self.url).netloc))
-        self._count("started")
+        self._worker = _Worker(self._setup)
+        self._thread = threading.Thread(
+            target=self._run, args=(self._worker,), name="kvcatch-mirror", daemon=True
+        )
         self._thread.start()
+        self._count("started")
 
     def close(self) -> None:
         """End; a comparison that is under way is given up after two seconds."""
@@ -152,175 +201,52 @@ class Mirror:
             self._queue.put_nowait(None)
         except queue.Full:
             pass  # the thread sees _ending after the job it is at
-        self._thread.join(2.0)
+        if self._thread is not None:
+            self._thread.join(2.0)
+        if self._worker is not None:
+            self._worker.end(1.0)
 
-    def _run(self) -> None:
+    def _run(self, worker: _Worker) -> None:
+        """Hand one job after the other to the worker, until the end."""
         while not self._ending.is_set():
             job = self._queue.get()
             if job is None:
-                break
+                return
             if self.stopped:
                 continue
             try:
-                self._mirror(job)
-            except OSError as error:
-                self._stop("files", f"its results cannot be written: {error.strerror}")
-            except Exception as error:  # noqa: BLE001 (the mirror goes on, and clients see nothing)
-                # Whatever is wrong with one answer must not end the thread; its words may quote a prompt.
-                self._count("failed")
-                logger.warning("mirror: %s", type(error).__name__)
-                self._failed()
-        tail = Tail(duration_seconds=time.monotonic() - self._began)
-        for name in (UPSTREAM, CANDIDATE):
-            self._write(name, tail)
-        for end in self._ends.values():
-            end.close()
-        for file in self._files.values():
-            file.close()
+                if self._done(worker.told(self._task(job))) == "copied":
+                    if self._idle(job.engine):
+                        self._done(worker.told(COMPARE))
+                    else:
+                        self._count("busy")
+            except (OSError, EOFError, msgspec.MsgspecError):
+                if not self._ending.is_set():
+                    self._stop("errors", "its process has ended")
+
+    def _task(self, job: Job) -> Task:
+        return Task(
+            name=hashed(job.request_id), route=job.route, body=job.body, stream=job.ask.stream, model=job.ask.model,
+            prompt=job.ask.prompts[0],
+            arguments=template_arguments(job.ask.document) if job.route == CHAT else {},
+            prompt_tokens=job.ask.longest_prompt, engine=job.engine.url, sent=job.sent, first=job.first,
+            finished=job.finished, output=job.output,
+        )  # fmt: skip
+
+    def _done(self, told: Told) -> str:
+        """Pass on what became of a request; its outcome."""
+        if told.outcome:
+            self._count(told.outcome)
+        if told.failure:
+            logger.warning("mirror: %s", told.failure)
+        if told.stopped:
+            self._stop(told.stopped, told.words)
+        return told.outcome
 
     def _stop(self, reason: str, words: str) -> None:
         self.stopped = reason
         self._count(f"stopped-{reason}")
         logger.warning("mirror stopped, no more requests are copied: %s", words)
-
-    def _failed(self) -> None:
-        self._failures += 1
-        if self._failures >= FAILURES:
-            self._stop("errors", f"the candidate failed {FAILURES} times in a row")
-
-    # ---- one request ----------------------------------------------------------------------------------------
-
-    def _mirror(self, job: Job) -> None:
-        name = hashed(job.request_id)
-        index, self._index = self._index, self._index + 1
-        copied = self._copy(job, index, name)
-        since = self._began
-        self._write(
-            UPSTREAM,
-            Answer(
-                index=index, request_id=name, tenant="", due_seconds=job.sent - since, sent_seconds=job.sent - since,
-                prompt_tokens=job.ask.longest_prompt, status="ok",
-                first_seconds=None if job.first is None else job.first - since,
-                finished_seconds=job.finished - since, output_tokens=job.output, http_status=200,
-            ),
-        )  # fmt: skip
-        self._write(CANDIDATE, copied)
-        if copied.status != "ok":
-            self._count("failed")
-            self._failed()
-            return
-        self._failures = 0
-        self._count("copied")
-        if not self._idle(job.engine):
-            self._count("busy")
-            return
-        one = self._compare(job, name)
-        if one is None:
-            return
-        self._write(PAIRS, one)
-        self._count("compared")
-        before = self.judge.verdict
-        self.judge.add(one)
-        if before != "fail" and self.judge.verdict == "fail":
-            self._stop(
-                "verdict", f"the candidate answers differently, {self.judge.requests} requests compared"
-            )
-
-    def _copy(self, job: Job, index: int, name: str) -> Answer:
-        """The same request to the candidate, timed as its client's was; the answer is read and forgotten."""
-        parts = urlsplit(self.url)
-        kind = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
-        connection = kind(parts.hostname or "", parts.port, timeout=self._timeout)
-        wanted = {"Content-Type": "application/json", "X-Request-Id": name}
-        if self._key:
-            wanted["Authorization"] = f"Bearer {self._key}"
-        sent = time.monotonic()
-        first: float | None = None
-        tokens: int | None = None
-        status, code = "failed", None
-        try:
-            connection.request("POST", parts.path + job.route, job.body, wanted)
-            response = connection.getresponse()
-            code = response.status
-            meter, whole = StreamMeter(), b""
-            while chunk := response.read1(1 << 16):
-                first = first or time.monotonic()
-                if time.monotonic() - sent > self._timeout:
-                    raise TimeoutError
-                if job.ask.stream:
-                    meter.feed(chunk)
-                elif len(whole) < 4 << 20:
-                    whole += chunk
-            tokens = meter.output_tokens if job.ask.stream else output_of(whole)
-            whole_stream = not job.ask.stream or meter.done
-            status = "ok" if code == 200 and whole_stream else "refused" if code != 200 else "failed"
-        except (OSError, http.client.HTTPException):
-            pass
-        finally:
-            connection.close()
-        end = time.monotonic()
-        since = self._began
-        return Answer(
-            index=index, request_id=name, tenant="", due_seconds=sent - since, sent_seconds=sent - since,
-            prompt_tokens=job.ask.longest_prompt, status=status,
-            first_seconds=first - since if first is not None and job.ask.stream else None,
-            finished_seconds=end - since, output_tokens=tokens, http_status=code,
-        )  # fmt: skip
-
-    def _compare(self, job: Job, name: str) -> Pair | None:
-        """What both engines expect of the prompt, and how both go on; None when it cannot be asked."""
-        try:
-            base = self._end(job.engine.url)
-        except KVCatchError:
-            self._count("baseline-failed")
-            return None
-        try:
-            other = self._end(self.url)
-        except KVCatchError:
-            self._count("failed")
-            self._failed()
-            return None
-        if (job.ask.model or base.model) != base.model:
-            self._count("unsupported")
-            return None
-        k = min(base.k, other.k)
-        base.k = other.k = k
-        try:
-            ids = self._ids(base, job)[:SCORED]
-            if len(ids) < 2:
-                self._count("unsupported")
-                return None
-            first = _asked(base, ids)
-        except KVCatchError:
-            # The upstream's trouble is not the candidate's.
-            self._count("baseline-failed")
-            return None
-        try:
-            second = _asked(other, ids)
-        except KVCatchError:
-            self._count("failed")
-            self._failed()
-            return None
-        return pair(name, k, (first[0], second[0]), (first[1], second[1]))
-
-    def _end(self, url: str) -> Endpoint:
-        if url not in self._ends:
-            self._ends[url] = Endpoint(url, self._timeout, key=self._key)
-        return self._ends[url]
-
-    def _ids(self, base: Endpoint, job: Job) -> list[int]:
-        given: Any = job.ask.prompts[0]
-        if job.route == CHAT:
-            return base.chat_tokens(given, template_arguments(job.ask.document))
-        return base.tokens(given) if isinstance(given, str) else list(given)
-
-    def _write(self, name: str, row: msgspec.Struct) -> None:
-        self._files[name].write(msgspec.json.encode(row) + b"\n")
-
-
-def _asked(end: Endpoint, ids: list[int]) -> tuple[list[Position], tuple[Position, ...]]:
-    end.new_pass()
-    return end.score(ids), end.generate(ids, CONTINUED).positions
 
 
 def chosen(request_id: str, share: float) -> bool:

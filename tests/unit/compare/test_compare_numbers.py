@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import statistics
+from itertools import combinations
 
 import numpy as np
 import pytest
@@ -12,7 +14,16 @@ from hypothesis import strategies as st
 from kvcatch.analysis.compare import compare
 from kvcatch.analysis.compare_drift import drift
 from kvcatch.analysis.compare_sides import from_bench
-from kvcatch.analysis.compare_stats import Difference, Draws, Known, difference, t_quantile, verdict
+from kvcatch.analysis.compare_stats import (
+    Difference,
+    Draws,
+    Known,
+    Noise,
+    difference,
+    noise_of,
+    t_quantile,
+    verdict,
+)
 from kvcatch.cli.compare import open_side
 from kvcatch.cli.main import main
 from kvcatch.errors import KVCatchError
@@ -22,10 +33,50 @@ from kvcatch.events import EngineInfo
 @pytest.mark.parametrize(
     ("probability", "freedom", "expected"),
     # printed tables of Student's t
-    [(0.975, 5, 2.571), (0.975, 15, 2.131), (0.995, 10, 3.169), (0.9995, 15, 4.073), (0.975, 1000, 1.962)],
+    [
+        (0.975, 2, 4.303),
+        (0.975, 3, 3.182),
+        (0.975, 5, 2.571),
+        (0.975, 15, 2.131),
+        (0.995, 10, 3.169),
+        (0.9995, 15, 4.073),
+        (0.975, 1000, 1.962),
+    ],
 )
 def test_quantiles_of_t_are_those_of_printed_tables(probability, freedom, expected):
     assert t_quantile(probability, freedom) == pytest.approx(expected, rel=0.01)
+
+
+def test_two_runs_widen_the_floor_and_never_sharpen_it():
+    noise = noise_of([-0.3], 2)
+    assert noise.range == 0.3
+    assert noise.floor(0.1) == 0.3
+    assert noise.floor(0.5) == 0.5
+    assert noise_of([0.0], 2).floor(0.5) == 0.5
+
+
+def test_many_runs_that_agree_sharpen_the_floor():
+    values = [1.00, 1.01, 0.99, 1.02, 0.98, 1.00]
+    noise = noise_of([b - a for a, b in combinations(values, 2)], len(values))
+    assert noise.range == pytest.approx(0.04)
+    assert noise.bound == pytest.approx(2.571 * statistics.stdev(values) * 2**0.5, rel=1e-3)
+    assert noise.floor(0.10) == noise.bound < 0.10
+
+
+def test_noise_of_two_configurations_is_the_larger_in_each_number():
+    assert Noise(0.3, 0.5).or_wider(Noise(0.1, 0.9)) == Noise(0.3, 0.9)
+    assert Noise(0.3, 0.5).or_wider(None) == Noise(0.3, 0.5)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_two_runs_of_one_configuration_pass_their_floor_in_few_cases(seed):
+    rng = np.random.default_rng(seed)
+    for runs in (3, 6):
+        passed = 0
+        for _ in range(2000):
+            *known, a, b = rng.normal(1.0, 0.1, runs + 2)
+            passed += abs(a - b) > noise_of([y - x for x, y in combinations(known, 2)], runs).bound
+        assert passed / 2000 == pytest.approx(0.05, abs=0.02)  # four standard errors of 2,000 tries at 5 %
 
 
 def test_the_error_of_independent_draws_is_the_textbook_one():

@@ -5,6 +5,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import os
+import select
+import subprocess
+import sys
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -12,13 +16,14 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from kvcatch.capture.hooks import Hooks
 from kvcatch.cli.main import main
 from kvcatch.errors import KVCatchError
-from kvcatch.gateway import mirror as module
 from kvcatch.gateway.mirror import QUEUE, Mirror, chosen
+from kvcatch.gateway.mirror_worker import FAILURES
 from kvcatch.gateway.policyfile import check
 from kvcatch.quality.shadow import read_pairs
 from kvcatch.sources.replayed import read_replayed
@@ -121,7 +126,7 @@ def mirrored(running: Running, url: str, folder: Path, base: str | None = None, 
         count=lambda outcome: counts.update([outcome]), **more,
     )  # fmt: skip
     if base is not None:
-        Hooks().add(one, "_end", lambda ends: lambda asked: ends(url if asked == url else base))
+        Hooks().add(one, "_task", lambda make: lambda job: msgspec.structs.replace(make(job), engine=base))
     one.start()
     running.proxy.copy = one.offer
     try:
@@ -174,7 +179,7 @@ def test_a_candidate_that_differs_stops_the_mirror_with_a_fail(candidate, tmp_pa
                     await until(lambda at=at: one.stopped or counts["compared"] > at, "a comparison")
                     if one.stopped:
                         break
-                assert (one.stopped, one.judge.verdict) == ("verdict", "fail")
+                assert one.stopped == "verdict"
                 before = other.seen.total()
                 status, _, _ = await running.post()
                 assert status == 200
@@ -222,16 +227,52 @@ def test_a_failing_candidate_stops_the_mirror(candidate, tmp_path, caplog, statu
     async def scenario() -> None:
         async with gateway() as running:
             with mirrored(running, other.url, tmp_path / "m") as (one, counts):
-                for _ in range(module.FAILURES):
+                for _ in range(FAILURES):
                     assert (await running.post(prompt=CANARY))[0] == 200
                 await until(lambda: bool(one.stopped), "the stop")
                 assert one.stopped == "errors"
-                assert counts["failed"] == module.FAILURES
+                assert counts["failed"] == FAILURES
                 assert (await running.post())[0] == 200
 
     asyncio.run(scenario())
     assert "failed 5 times in a row" in caplog.text
     assert CANARY not in caplog.text
+
+
+def test_a_worker_that_is_killed_stops_the_mirror_and_no_client_sees_it(candidate, tmp_path, caplog):
+    base, other = candidate(model()), candidate(model())
+
+    async def scenario() -> None:
+        async with gateway() as running:
+            with mirrored(running, other.url, tmp_path / "m", base.url) as (one, counts):
+                await running.post()
+                await until(lambda: counts["compared"] == 1, "a comparison")
+                one._worker.process.kill()
+                for _ in range(3):
+                    assert (await running.post())[0] == 200
+                await until(lambda: bool(one.stopped), "the stop")
+                assert one.stopped == "errors"
+
+    asyncio.run(scenario())
+    assert "its process has ended" in caplog.text
+    assert len(read_pairs(str(tmp_path / "m" / "pairs.jsonl"))) == 1
+
+
+def test_a_worker_ends_with_the_gateway_that_was_killed(tmp_path):
+    script = (
+        "import sys, time\nfrom kvcatch.gateway.mirror import Mirror\n"
+        "one = Mirror('http://127.0.0.1:1', 1.0, sys.argv[1], idle=None, count=lambda name: None)\n"
+        "one.start()\nprint(one._worker.process.pid, flush=True)\ntime.sleep(600)\n"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", script, str(tmp_path / "m")], stdout=subprocess.PIPE
+    ) as parent:
+        assert parent.stdout is not None
+        worker = os.pidfd_open(int(parent.stdout.readline()))
+        parent.kill()
+    ended, _, _ = select.select([worker], [], [], 30)
+    os.close(worker)
+    assert ended
 
 
 def test_a_busy_or_broken_upstream_is_left_alone_and_is_not_the_candidates_fault(candidate, tmp_path):
@@ -248,7 +289,7 @@ def test_a_busy_or_broken_upstream_is_left_alone_and_is_not_the_candidates_fault
                 await until(lambda: counts["busy"] == 1, "the first")
                 assert not base.seen
                 busy = False
-                for at in range(module.FAILURES + 1):
+                for at in range(FAILURES + 1):
                     await running.post()
                     await until(lambda at=at: counts["baseline-failed"] == at + 1, "the next")
                 assert not one.stopped

@@ -20,8 +20,10 @@ import pytest
 import kvcatch
 from engine.support import env
 from engine.support.gateway import Gateway, Got, gateway, post
+from engine.support.mirrors import drive
 from engine.support.processes import deadline_poll
 from engine.support.server import Server, server
+from kvcatch.quality.shadow import read_pairs
 
 # 240 usable blocks of 32 tokens: 7,680 tokens, and a context of 8,192.
 BLOCKS, BLOCK, CONTEXT = 241, 32, 8192
@@ -396,3 +398,17 @@ def test_a_long_class_of_one_holds_the_second(site: Site) -> None:
 def test_the_admin_socket_is_private(site: Site) -> None:
     path = site.rings / f"gateway-{site.front.port}.sock"
     assert os.stat(path).st_mode & 0o777 == 0o600
+
+
+def test_a_mirror_of_an_engine_onto_itself_sees_no_difference(site: Site, tmp_path: Path) -> None:
+    bodies = [ask(prompt=f"number {number} of the copies", max_tokens=4) for number in range(12)]
+    direct = [site.engine.post(COMPLETIONS, body)["choices"] for body in bodies]
+    done = drive(tmp_path, site.rings, site.engine.url, site.engine.url, bodies)
+    assert done.choices == direct
+    assert "mirror stopped" not in done.log
+    pairs = read_pairs(str(done.results / "pairs.jsonl"))
+    assert len(pairs) >= 6  # a look at the pool may find it busy now and then
+    assert {(one.kl_nats, one.flips_ratio, one.first_divergence) for one in pairs} == {(0.0, 0.0, None)}
+    kept = b"".join(path.read_bytes() for path in done.results.iterdir())
+    assert b"copies" not in kept
+    deadline_poll(lambda: free_again(site), 20, "an empty engine")

@@ -258,7 +258,17 @@ def record(path: str) -> Iterator[None]:
 def start_drain(directory: str, run_id: str, arguments: list[str]) -> subprocess.Popen[str]:
     """The drainer of one run, as a process of its own session: a Ctrl-C for the engine is not for it."""
     environment = {k: v for k, v in os.environ.items() if k != "KVCATCH"}
-    command = [sys.executable, "-P", "-m", "kvcatch.store.drain", "--dir", directory, "--run", run_id, *arguments]
+    command = [
+        sys.executable,
+        "-P",
+        "-m",
+        "kvcatch.store.drain",
+        "--dir",
+        directory,
+        "--run",
+        run_id,
+        *arguments,
+    ]
     return subprocess.Popen(
         command,
         stdin=subprocess.DEVNULL,

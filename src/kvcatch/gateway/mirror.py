@@ -72,7 +72,9 @@ class _Worker:
 
     def __init__(self, setup: Setup) -> None:
         self.process = subprocess.Popen(
-            [sys.executable, "-P", "-m", mirror_worker.__name__], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+            [sys.executable, "-P", "-m", mirror_worker.__name__],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
         )
         assert self.process.stdin is not None
         assert self.process.stdout is not None

@@ -41,12 +41,36 @@ def config_hash(config: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(dict(config), sort_keys=True).encode()).hexdigest()[:16]
 
 
+def watermark_path(directory: str | None = None) -> str:
+    """Where this machine's watermark is kept, whether there is one or not."""
+    return os.path.join(directory or default_directory(os.environ), FILE)
+
+
+def read_watermark(path: str) -> dict[str, Any]:
+    """A watermark that was measured, from its file. Raises KVCatchError when the file holds none."""
+    try:
+        with open(path, "rb") as file:
+            document = json.loads(file.read(_MOST_BYTES))
+    except OSError as error:
+        raise KVCatchError(
+            f"{path}: {error.strerror}.", "Name what kvcatch watermark --json printed."
+        ) from None
+    except ValueError:
+        document = None
+    if valid_ratio(document) is None:
+        raise KVCatchError(
+            f"{path}: holds no measured safe utilisation.", "Measure one: kvcatch watermark --drive URL."
+        )
+    known: dict[str, Any] = document
+    return known
+
+
 def watermark_for(info: EngineInfo, directory: str | None = None) -> tuple[float, str]:
     """The safe used fraction of an engine's usable blocks, and whether it is assumed, measured or expired.
 
     A file that is missing or says nothing usable gives the assumed value: a view must not fail over it.
     """
-    document = _load(os.path.join(directory or default_directory(os.environ), FILE))
+    document = _load(watermark_path(directory))
     if document is None:
         return THRESHOLDS.assumed_watermark_ratio, ASSUMED
     return float(document["safe_utilization_ratio"]), MEASURED if holds_for(document, info) else EXPIRED
@@ -89,8 +113,8 @@ def _load(path: str) -> dict[str, Any] | None:
 
 def write_watermark(document: Mapping[str, Any], directory: str | None = None) -> str:
     """Replace the file in one step; returns its path. Raises KVCatchError when it cannot be written."""
-    folder = directory or default_directory(os.environ)
-    path = os.path.join(folder, FILE)
+    path = watermark_path(directory)
+    folder = os.path.dirname(path)
     try:
         os.makedirs(folder, mode=0o700, exist_ok=True)
         handle, temporary = tempfile.mkstemp(dir=folder, prefix=".watermark-")

@@ -4,20 +4,23 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Sequence
 
 from kvcatch.errors import KVCatchError
 from kvcatch.views import mixin_boards, mixin_rules
+from kvcatch.views.mixin_routers import Measured, routers
 from kvcatch.views.mixin_runbook import runbook
 from kvcatch.views.yaml import dump
 
 _KUBERNETES = "monitoring.coreos.com/v1"
 
 
-def contents(runbook_url: str) -> dict[str, str]:
+def contents(runbook_url: str, measured: Sequence[Measured] = ()) -> dict[str, str]:
     """Relative path -> text of every file of the mixin.
 
     ``rules/`` holds plain Prometheus rule files, ``dashboards/`` Grafana JSON, ``kubernetes/`` the same
-    rules as a PrometheusRule and the boards as a ConfigMap.
+    rules as a PrometheusRule and the boards as a ConfigMap, ``routers/`` the configuration of routers and
+    autoscalers where a watermark was measured.
     """
     recording, alerts = mixin_rules.recording_rules(), mixin_rules.alert_rules(runbook_url)
     boards = {
@@ -41,13 +44,14 @@ def contents(runbook_url: str) -> dict[str, str]:
         **{f"dashboards/{name}": text for name, text in boards.items()},
         "kubernetes/prometheusrule.yaml": dump(rule),
         "kubernetes/dashboards-configmap.yaml": dump(config),
+        **(routers(measured) if measured else {}),
         "runbook.md": runbook(),
     }
 
 
-def write(folder: str, runbook_url: str, force: bool = False) -> list[str]:
+def write(folder: str, runbook_url: str, force: bool = False, measured: Sequence[Measured] = ()) -> list[str]:
     """Write the mixin. Returns the paths. Raises KVCatchError rather than overwrite without ``force``."""
-    files = {os.path.join(folder, name): text for name, text in contents(runbook_url).items()}
+    files = {os.path.join(folder, name): text for name, text in contents(runbook_url, measured).items()}
     existing = [path for path in files if os.path.exists(path)]
     if existing and not force:
         raise KVCatchError(f"{existing[0]} exists.", "Add --force to overwrite the mixin in that folder.")

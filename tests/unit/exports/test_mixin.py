@@ -206,3 +206,69 @@ WORDS = st.text(st.sampled_from("aZ09 :#-'\"{}[]&*!|>%@`,.?~\\/\t"), max_size=12
 def test_what_we_write_is_what_a_yaml_parser_reads(value: dict[str, Any]) -> None:
     nested = {"one": [value, {"two": value}], "three": value}
     assert yaml.safe_load(dump(nested)) == nested
+
+
+def measured_file(folder: Path, name: str, ratio: object) -> str:
+    document = {
+        "safe_utilization_ratio": ratio,
+        "measured_unix_seconds": 1_796_083_200,
+        "config": {"num_blocks": "160\nkind: x"},
+    }
+    (folder / name).write_text(json.dumps(document))
+    return str(folder / name)
+
+
+def test_routers_get_the_lowest_measured_watermark_of_their_pool(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    files = [measured_file(tmp_path, "a.json", 0.8129), measured_file(tmp_path, "b.json", 0.70592)]
+    assert main(["mixin", str(tmp_path / "m"), "--watermark", files[0], "--watermark", files[1]]) == 0
+    assert "llm-d.yaml" in capsys.readouterr().out
+    texts = {path.name: path.read_text() for path in (tmp_path / "m" / "routers").iterdir()}
+    for text in texts.values():
+        assert (
+            f"# 0.813 of the usable blocks, measured 2026-12-01, {files[0]} (num_blocks 160 kind: x)" in text
+        )
+        assert "lowest" in text
+    llm_d, extension, scaler = (
+        yaml.safe_load(texts[name])
+        for name in ("llm-d.yaml", "gateway-api-inference-extension.yaml", "aibrix-autoscaler.yaml")
+    )
+    for config, detector in (
+        (llm_d, llm_d["flowControl"]["saturationDetector"]),
+        (extension, extension["saturationDetector"]),
+    ):
+        assert config["kind"] == "EndpointPickerConfig"
+        by_name = {plugin["type"]: plugin for plugin in config["plugins"]}
+        # Everything that is referred to exists.
+        assert by_name[detector["pluginRef"]]["parameters"] == {"kvCacheUtilThreshold": 0.705}
+        assert {one["pluginRef"] for one in config["schedulingProfiles"][0]["plugins"]} <= set(by_name)
+    assert llm_d["apiVersion"] == "llm-d.ai/v1alpha1"
+    assert llm_d["featureGates"] == ["flowControl"]
+    assert extension["apiVersion"] == "inference.networking.x-k8s.io/v1alpha1"
+    (source,) = scaler["spec"]["metricsSources"]
+    # vLLM's own name of the used fraction; AIBrix wants the target as text.
+    assert (source["targetMetric"], source["targetValue"]) == ("kv_cache_usage_perc", "0.705")
+    assert "vllm:" + source["targetMetric"] in ENGINE_EXPOSED
+
+
+@pytest.mark.parametrize("ratio", [None, 0, 1.2, "0.8", True])
+def test_routers_need_a_measured_watermark(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], ratio: object
+) -> None:
+    path = measured_file(tmp_path, "a.json", ratio)
+    assert main(["mixin", str(tmp_path / "m"), "--watermark", path]) == 2
+    assert "no measured safe utilisation" in capsys.readouterr().err
+    assert not (tmp_path / "m").exists()
+
+
+def test_the_stored_watermark_counts_and_without_one_routers_are_left_out(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("KVCATCH_DIR", str(tmp_path))
+    assert main(["mixin", str(tmp_path / "none")]) == 0
+    assert "no watermark was measured yet" in capsys.readouterr().err
+    assert not (tmp_path / "none" / "routers").exists()
+    measured_file(tmp_path, "watermark.json", 0.9)
+    assert main(["mixin", str(tmp_path / "m")]) == 0
+    assert "kvCacheUtilThreshold: 0.9\n" in (tmp_path / "m" / "routers" / "llm-d.yaml").read_text()

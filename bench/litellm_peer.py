@@ -55,6 +55,7 @@ def litellm(folder: Path, engine: str, model: str, tokens_per_minute: int | None
         f"model_list:\n  - model_name: {model}\n    litellm_params:\n      model: text-completion-openai/{model}\n"
         f"      api_base: {engine}/v1\n      api_key: none{limit}\n{checks}"
         "litellm_settings:\n  num_retries: 0\n  telemetry: false\n"
+        "general_settings:\n  dangerously_permit_weak_or_unset_master_key: true\n"  # loopback, no keys in this bench
     )
     port = free_port()
     log = folder / "litellm.log"

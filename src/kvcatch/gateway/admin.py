@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import glob
 import http.client
 import os
@@ -27,6 +28,19 @@ MAX_PATH = 100
 def socket_path(directory: str, port: int) -> str:
     """Where the gateway on a port listens for its operators."""
     return os.path.join(directory, f"gateway-{port}.sock")
+
+
+def inside_path(directory: str, port: int, pid: int) -> str:
+    """Where the gateway inside one API server process listens: several may serve one port."""
+    return os.path.join(directory, f"gateway-{port}-{pid}.sock")
+
+
+def sweep(directory: str, port: int) -> None:
+    """Remove what killed processes behind a port left. Blocking."""
+    for path in glob.glob(os.path.join(glob.escape(directory), f"gateway-{port}-*.sock")):
+        if not _answers(path):
+            with contextlib.suppress(OSError):
+                os.unlink(path)
 
 
 class Admin:

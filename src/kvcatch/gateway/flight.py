@@ -40,6 +40,11 @@ class Flight:
     sent_at: float = 0.0  # time.monotonic
     first_at: float | None = None  # of the first byte from the engine
 
+    def mark_sent(self) -> None:
+        """From here on the engine may work on it, also when its client leaves before it answers."""
+        self.sent_at = time.monotonic()
+        self.sent = True
+
     def abort(self, by: str) -> bool:
         """End this request now. False when it is over already."""
         if self.task is None or self.task.done():

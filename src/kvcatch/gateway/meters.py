@@ -55,6 +55,14 @@ class Meters:
         else:
             self._mirrored.labels(outcome=outcome).inc()
 
+    def page(self, gate: Gate, accept: str) -> tuple[bytes, str]:
+        """All of it, as a scraper wants it: (text, content type)."""
+        from prometheus_client.exposition import choose_encoder
+
+        encode, content_type = choose_encoder(accept)
+        self.look(gate)
+        return encode(self.registry), content_type
+
     def look(self, gate: Gate) -> None:
         """Bring the gauges up to date."""
         now = time.monotonic()

@@ -15,7 +15,8 @@ def _running() -> list[str]:
     if not paths:
         raise KVCatchError(
             "no gateway runs on this machine as this user.",
-            "Start one in front of the engine: kvcatch gateway",
+            "Start one in front of the engine (kvcatch gateway), or the engine with "
+            "--middleware kvcatch.gateway.inside.GatewayMiddleware.",
         )
     return paths
 

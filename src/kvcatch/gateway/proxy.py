@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import time
-import traceback
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable
 from typing import Any
 
 import aiohttp
@@ -19,25 +17,22 @@ from aiohttp import web
 from multidict import CIMultiDict
 
 from kvcatch import __version__
-from kvcatch.errors import KVCatchError
 from kvcatch.gateway import headers
 from kvcatch.gateway.body import ROUTES
-from kvcatch.gateway.counting import Counter
 from kvcatch.gateway.engine import Engine
 from kvcatch.gateway.flight import Flight
 from kvcatch.gateway.gate import Gate
+from kvcatch.gateway.govern import governed, internal
+from kvcatch.gateway.intake import ClientGone
 from kvcatch.gateway.refusal import Refusal
-from kvcatch.gateway.relay import ClientGone, read_body, relay
+from kvcatch.gateway.relay import read_body, relay
+from kvcatch.gateway.watch import Watch, understood
 
 logger = logging.getLogger("kvcatch.gateway")
 
 #: an idle connection is used again for so long: uvicorn closes its side after 5 s
 KEEP_ALIVE = 3.0
 CONNECT_SECONDS = 5.0
-#: between two looks at an engine: its recorder is memory of this machine, its page costs the engine time
-RECORDER_INTERVAL, PAGE_INTERVAL = 0.25, 1.0
-#: between two lists of an engine's models
-MODELS_INTERVAL = 30.0
 #: GET routes that pass to one engine as they are
 PASSED = ("/version", "/v1/models/{model}")
 
@@ -62,11 +57,10 @@ class Proxy:
         self.gate = gate
         self._key = upstream_key
         self._timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_SECONDS, sock_read=timeout)
-        self._tokenizer = tokenizer
+        self._watch = Watch(gate, self.call, tokenizer)
         self._session: aiohttp.ClientSession | None = None
-        self._tasks: list[asyncio.Task[None]] = []
         #: told of every answered request; must neither wait nor raise
-        self.copy: Callable[[Flight, bytes, web.StreamResponse | None], None] | None = None
+        self.copy: Callable[[Flight, bytes, web.StreamResponse], None] | None = None
 
     # ---- life ------------------------------------------------------------------------------------------
 
@@ -79,16 +73,11 @@ class Proxy:
             cookie_jar=aiohttp.DummyCookieJar(),
             read_bufsize=1 << 18,
         )
-        await asyncio.gather(*(self.meet(engine) for engine in self.gate.engines))
-        self._tasks = [asyncio.create_task(self._follow(engine)) for engine in self.gate.engines]
+        await self._watch.start()
 
     async def stop(self) -> None:
         """Stop looking, settle what is open, disconnect."""
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
-        await self.gate.settled()
-        await self.gate.limits.close()
+        await self._watch.stop()
         if self._session is not None:
             await self._session.close()
         for engine in self.gate.engines:
@@ -108,53 +97,7 @@ class Proxy:
 
     # ---- engines ---------------------------------------------------------------------------------------
 
-    async def meet(self, engine: Engine) -> None:
-        """Learn an engine's models and take a first look at its pool. Never raises for an engine that is down."""
-        try:
-            answer = await self._json(engine, "GET", "/v1/models")
-        except Refusal:
-            engine.healthy = False
-            return
-        rows = answer.get("data") if isinstance(answer, dict) else None
-        rows = [row for row in rows or () if isinstance(row, dict) and isinstance(row.get("id"), str)]
-        engine.models = tuple(row["id"] for row in rows)
-        lengths = [row["max_model_len"] for row in rows if isinstance(row.get("max_model_len"), int)]
-        engine.max_model_len = max(lengths, default=engine.max_model_len)
-        engine.healthy = True
-        counter = Counter(lambda path, body: self._json(engine, "POST", path, body))
-        if engine.url not in self.gate.counters:
-            self.gate.counters[engine.url] = counter
-        else:
-            counter = self.gate.counters[engine.url]
-        root = next((row.get("root") for row in rows if isinstance(row.get("root"), str)), None)
-        folder = self._tokenizer or root
-        if counter.local is None and folder and rows:
-            await counter.adopt(folder, engine.models[0])
-        await self._look(engine)
-
-    async def _follow(self, engine: Engine) -> None:
-        met = time.monotonic()
-        while True:
-            source = engine.reading.source if engine.reading is not None else "metrics"
-            await asyncio.sleep(RECORDER_INTERVAL if source == "recorder" else PAGE_INTERVAL)
-            now = time.monotonic()
-            if not engine.healthy or now - met > MODELS_INTERVAL:
-                met = now
-                await self.meet(engine)
-            else:
-                await self._look(engine)
-            self.gate.door.drain()
-
-    async def _look(self, engine: Engine) -> None:
-        try:
-            reading = await asyncio.to_thread(engine.look)
-        except KVCatchError as error:
-            logger.debug("%s", error)
-            engine.too_old(time.monotonic())
-            return
-        engine.take(reading, time.monotonic())
-
-    async def _json(self, engine: Engine, method: str, path: str, body: Any = None) -> Any:
+    async def call(self, engine: Engine, method: str, path: str, body: Any = None) -> Any:
         """One small call to an engine. Raises Refusal: 400 as the engine said, 502 when it does not answer."""
         assert self._session is not None
         data = None if body is None else msgspec.json.encode(body)
@@ -170,84 +113,26 @@ class Proxy:
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
             engine.healthy = engine.healthy and not isinstance(error, aiohttp.ClientConnectorError)
             raise Refusal(502, "upstream", "The engine does not answer.", retry_seconds=2.0) from None
-        if answer.status in {400, 422}:
-            raise Refusal(400, "rejected", _message(found), code="invalid_request")
-        if answer.status == 404 and path == "/tokenize" and b"model" in found:
-            raise Refusal(404, "model", "No engine serves this model.", code="model_not_found")
-        if answer.status != 200:
-            raise Refusal(
-                502, "upstream", f"The engine answered {answer.status} to {path}.", retry_seconds=2.0
-            )
-        try:
-            return msgspec.json.decode(found)
-        except msgspec.DecodeError:
-            raise Refusal(502, "upstream", f"The engine's answer to {path} is not JSON.") from None
+        return understood(path, answer.status, found)
 
     # ---- requests --------------------------------------------------------------------------------------
 
     def _handler(self, route: str) -> Handler:
         async def handle(request: web.Request) -> web.StreamResponse:
-            return await self._governed(request, route)
+            client = _Client(self, request)
+            return await governed(self.gate, route, request.headers.get("X-Request-Id"), client, self.copy)
 
         return handle
 
-    async def _governed(self, request: web.Request, route: str) -> web.StreamResponse:
-        gate = self.gate
-        flight = gate.begin(route, request.headers.get("X-Request-Id"))
-        outcome, reason = "failed", "internal"
-        try:
-            raw = await read_body(request, gate.policy.max_body)
-            ask = await gate.judge(flight, request.headers.items(), raw)
-            engine = await gate.admit(flight)
-            extra = (
-                {**ask.changed, "x-kvcatch-engine": engine.label} if len(gate.engines) > 1 else ask.changed
-            )
-            if flight.entry is not None and flight.entry.observed:
-                extra = {**extra, "x-kvcatch-would-hold": ",".join(flight.entry.observed)}
-            payload = ask.encode()
-            response = await self._send(request, flight, engine, payload, extra)
-            outcome, reason = (
-                "relayed",
-                "ok" if response.status < 400 else f"status-{response.status // 100}xx",
-            )
-            if self.copy is not None:
-                self.copy(flight, payload, response)
-            return response
-        except Refusal as refusal:
-            outcome, reason = "refused", refusal.reason
-            return self._refuse(flight, refusal)
-        except ClientGone:
-            outcome, reason = "cancelled", "slow-client"
-            _cut(request)
-            raise
-        except asyncio.CancelledError:
-            outcome, reason = "cancelled", "client"
-            if not flight.aborted:
-                raise
-            task = asyncio.current_task()
-            if task is not None:
-                task.uncancel()
-            outcome, reason = "cancelled", flight.aborted
-            if flight.answered:
-                _cut(request)
-                raise
-            return self._refuse(
-                flight, Refusal(409, "aborted", "This request was aborted by an operator.", code="aborted")
-            )
-        finally:
-            gate.end(flight, outcome, reason)
-
-    async def _send(
+    async def send(
         self, request: web.Request, flight: Flight, engine: Engine, payload: bytes, extra: dict[str, str]
     ) -> web.StreamResponse:
+        """Ask an engine and relay its answer. Raises Refusal or ClientGone."""
         assert self._session is not None
         tags = self.gate.policy.tags
         consumed = (tags.tenant_header, tags.user_header)
         wanted = headers.to_engine(request.headers, flight.request_id, self._key, consumed)
-        flight.sent_at = time.monotonic()
-        flight.sent = (
-            True  # from here on the engine may work on it, also when its client leaves before it answers
-        )
+        flight.mark_sent()
         try:
             try:
                 return await self._exchange(request, flight, engine, payload, wanted, extra)
@@ -287,14 +172,6 @@ class Proxy:
         ) as answer:  # fmt: skip
             return await relay(request, flight, answer, extra)
 
-    def _refuse(self, flight: Flight, refusal: Refusal) -> web.Response:
-        status = refusal.status
-        if status == 503:
-            status = self.gate.policy.overload_status
-        found = CIMultiDict(refusal.headers())
-        found["X-Request-Id"] = flight.request_id
-        return web.Response(status=status, headers=found, body=refusal.body())
-
     # ---- everything else -------------------------------------------------------------------------------
 
     async def _models(self, request: web.Request) -> web.StreamResponse:
@@ -304,7 +181,7 @@ class Proxy:
             return await self._pass(request)
         rows: dict[str, Any] = {}
         for answer in await asyncio.gather(
-            *(self._json(engine, "GET", "/v1/models") for engine in engines), return_exceptions=True
+            *(self.call(engine, "GET", "/v1/models") for engine in engines), return_exceptions=True
         ):
             if isinstance(answer, dict):
                 rows |= {
@@ -338,11 +215,40 @@ class Proxy:
         return web.json_response(answer, status=200 if up else 503)
 
     async def _metrics(self, request: web.Request) -> web.StreamResponse:
-        from prometheus_client.exposition import choose_encoder
+        page, content_type = self.gate.meters.page(self.gate, request.headers.get("Accept", ""))
+        return web.Response(body=page, headers={"Content-Type": content_type})
 
-        encode, content_type = choose_encoder(request.headers.get("Accept", ""))
-        self.gate.meters.look(self.gate)
-        return web.Response(body=encode(self.gate.meters.registry), headers={"Content-Type": content_type})
+
+class _Client:
+    """The client behind one aiohttp request."""
+
+    def __init__(self, proxy: Proxy, request: web.Request) -> None:
+        self._proxy = proxy
+        self._request = request
+
+    def headers(self) -> Iterable[tuple[str, str]]:
+        """As they came."""
+        return self._request.headers.items()
+
+    async def body(self, limit: int) -> bytes:
+        """Whole. Raises Refusal."""
+        return await read_body(self._request, limit)
+
+    async def send(
+        self, flight: Flight, engine: Engine, payload: bytes, extra: dict[str, str]
+    ) -> web.StreamResponse:
+        """Through the proxy's connections."""
+        return await self._proxy.send(self._request, flight, engine, payload, extra)
+
+    async def refuse(self, flight: Flight, refusal: Refusal) -> web.StreamResponse:
+        """The refusal as an answer; the server sends it."""
+        found = CIMultiDict(refusal.headers())
+        found["X-Request-Id"] = flight.request_id
+        return web.Response(status=refusal.status, headers=found, body=refusal.body())
+
+    def cut(self) -> None:
+        """Abort the connection."""
+        _cut(self._request)
 
 
 @web.middleware
@@ -356,10 +262,7 @@ async def _guard(request: web.Request, handler: Handler) -> web.StreamResponse:
     except ClientGone:
         raise asyncio.CancelledError from None
     except Exception as error:  # noqa: BLE001 (the door answers, whatever failed)
-        # Where it failed, without the exception's own words: they may quote the request.
-        where = "".join(traceback.format_tb(error.__traceback__))
-        logger.error("internal error: %s\n%s", type(error).__name__, where)
-        refusal = Refusal(500, "internal", "The gateway failed on this request.")
+        refusal = internal(error)
     return web.Response(status=refusal.status, headers=CIMultiDict(refusal.headers()), body=refusal.body())
 
 
@@ -367,15 +270,3 @@ def _cut(request: web.Request) -> None:
     """End the client's connection without the end of the message."""
     if request.transport is not None:
         request.transport.abort()
-
-
-def _message(found: bytes) -> str:
-    """The engine's own words for a refusal, without what it quotes."""
-    try:
-        document = msgspec.json.decode(found)
-    except msgspec.DecodeError:
-        return "The engine refused the prompt."
-    error = document.get("error", document) if isinstance(document, dict) else {}
-    kind = error.get("type") if isinstance(error, dict) else None
-    suffix = f" ({kind})" if isinstance(kind, str) and len(kind) < 40 else ""
-    return f"The engine refused to render the prompt{suffix}."

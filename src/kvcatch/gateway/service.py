@@ -7,7 +7,7 @@ import logging
 import os
 import signal
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -19,30 +19,19 @@ from kvcatch.errors import KVCatchError
 from kvcatch.gateway.admin import Admin, socket_path
 from kvcatch.gateway.engine import Engine
 from kvcatch.gateway.gate import Gate
-from kvcatch.gateway.limits import Limits, MemoryLimits
 from kvcatch.gateway.mirror import Mirror
 from kvcatch.gateway.policy import from_document
 from kvcatch.gateway.proxy import Proxy
+from kvcatch.gateway.reload import Documents, Reloader
+from kvcatch.gateway.shared import limits_of
 from kvcatch.quality.verdict import Limits as QualityLimits
 from kvcatch.sources.procs import local_engines
 from kvcatch.views.web import listen
 
 logger = logging.getLogger("kvcatch.gateway")
 
-#: between two looks at the policy file
-RELOAD_SECONDS = 1.0
 #: of the requests that a candidate gets when nothing is said
 MIRROR_SHARE = 0.01
-#: what is only read at start
-FIXED = (
-    ("gateway", "listen"),
-    ("gateway", "upstreams"),
-    ("gateway", "tokenizer"),
-    ("redis", None),
-    ("mirror", None),
-)
-
-Documents = Callable[[], dict[str, Any]]
 
 
 def serve(
@@ -68,8 +57,6 @@ class Service:
         default_listen: str, upstream_key: str | None,
     ) -> None:  # fmt: skip
         gateway = document.get("gateway", {})
-        self._documents, self._config = documents, config
-        self._document = document
         self._host, self._port = listen(gateway.get("listen", default_listen))
         self._directory = api.recorder_directory()
         os.makedirs(self._directory, mode=0o700, exist_ok=True)
@@ -88,7 +75,7 @@ class Service:
             tokenizer=gateway.get("tokenizer"),
         )  # fmt: skip
         self.mirror = mirror_of(document, self.gate, upstream_key)
-        self._stamp = _stamp(config)
+        self.reloader = Reloader(self.gate, document, documents, config)
 
     async def run(self) -> int:
         """Serve; returns the exit status."""
@@ -96,7 +83,7 @@ class Service:
         loop = asyncio.get_running_loop()
         for name in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(name, stopped.set)
-        loop.add_signal_handler(signal.SIGHUP, lambda: self.reload(force=True))
+        loop.add_signal_handler(signal.SIGHUP, lambda: self.reloader.reload(force=True))
         await self.proxy.start()
         runner = web.AppRunner(
             self.proxy.application(), access_log=None, handler_cancellation=True, auto_decompress=False,
@@ -125,7 +112,7 @@ class Service:
         admin = Admin(self.gate, socket_path(self._directory, port))
         await admin.start()
         self._say(f"http://{host}:{port}")
-        watch = asyncio.create_task(self._watch())
+        watch = asyncio.create_task(self.reloader.watch())
         await stopped.wait()
         watch.cancel()
         await runner.cleanup()
@@ -170,37 +157,6 @@ class Service:
                 file=sys.stderr, flush=True,
             )  # fmt: skip
 
-    async def _watch(self) -> None:
-        while self._config is not None:
-            await asyncio.sleep(RELOAD_SECONDS)
-            self.reload()
-
-    def reload(self, force: bool = False) -> bool:
-        """Read the policy again when its file changed; a wrong one is logged and the old one stays."""
-        stamp = _stamp(self._config)
-        if stamp == self._stamp and not force:
-            return False
-        self._stamp = stamp
-        try:
-            document = self._documents()
-            policy = from_document(document)
-        except KVCatchError as error:
-            logger.error("policy not reloaded, the old one stays:\n%s", error)
-            return False
-        for table, key in FIXED:
-            before, after = self._document.get(table, {}), document.get(table, {})
-            if (before != after) if key is None else (before.get(key) != after.get(key)):
-                logger.warning(
-                    "%s is only read at start; restart to change it", f"{table}.{key}" if key else table
-                )
-        self._document = {
-            **document,
-            **{t: self._document[t] for t, k in FIXED if k is None and t in self._document},
-        }
-        self.gate.use(policy)
-        logger.warning("policy reloaded")
-        return True
-
 
 def mirror_of(document: dict[str, Any], gate: Gate, key: str | None) -> Mirror | None:
     """The mirror of a checked document, None when it names no candidate. Raises KVCatchError."""
@@ -222,19 +178,6 @@ def mirror_of(document: dict[str, Any], gate: Gate, key: str | None) -> Mirror |
     )
 
 
-def limits_of(document: dict[str, Any]) -> Limits:
-    """Limits in Redis when a URL is given, else in memory. Raises KVCatchError."""
-    table = document.get("redis", {})
-    if not table.get("url"):
-        return MemoryLimits()
-    from kvcatch.gateway.shared import LOCAL, SharedLimits
-
-    return SharedLimits(
-        table["url"], prefix=table.get("prefix", "kvcatch"), when_lost=table.get("when_lost", LOCAL),
-        replicas=table.get("replicas", 1),
-    )  # fmt: skip
-
-
 def find_upstreams() -> list[str]:
     """The engine of this machine. Raises KVCatchError when there is none, or more than one."""
     found = [engine for engine in local_engines() if engine.port is not None]
@@ -249,16 +192,6 @@ def find_upstreams() -> list[str]:
             f"several engines listen here: {urls}.", "Choose with --upstream (may be repeated)."
         )
     return [f"http://127.0.0.1:{ports[0]}"]
-
-
-def _stamp(config: str | None) -> tuple[int, int, int] | None:
-    if config is None:
-        return None
-    try:
-        found = os.stat(config)
-    except OSError:
-        return None
-    return found.st_mtime_ns, found.st_size, found.st_ino
 
 
 def _log(verbose: int) -> None:

@@ -18,7 +18,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from kvcatch.errors import KVCatchError, missing_extra
-from kvcatch.gateway.limits import Denied, MemoryLimits, Want
+from kvcatch.gateway.limits import Denied, Limits, MemoryLimits, Want
 
 logger = logging.getLogger("kvcatch.gateway")
 
@@ -271,3 +271,14 @@ class SharedLimits:
             for key in part:
                 if key in self._mine:
                     await self._run(["restore", self._prefix, *self._mine[key]])
+
+
+def limits_of(document: dict[str, Any]) -> Limits:
+    """Limits in Redis when a checked document names one, else in memory. Raises KVCatchError."""
+    table = document.get("redis", {})
+    if not table.get("url"):
+        return MemoryLimits()
+    return SharedLimits(
+        table["url"], prefix=table.get("prefix", "kvcatch"), when_lost=table.get("when_lost", LOCAL),
+        replicas=table.get("replicas", 1),
+    )  # fmt: skip

@@ -15,6 +15,7 @@ from kvcatch.cli.main import VERBS, build_parser, main
 from kvcatch.errors import KVCatchError
 from kvcatch.gateway.policy import from_document
 from kvcatch.gateway.policyfile import check
+from kvcatch.gateway.reload import Reloader
 
 from .stub import Stub, gateway
 
@@ -167,8 +168,6 @@ def test_every_command_that_a_finding_prints_is_accepted(where: str, command: st
 
 
 def test_a_changed_policy_holds_for_the_next_request_and_a_wrong_one_changes_nothing(tmp_path: Path):
-    from kvcatch.gateway.service import Service
-
     path = tmp_path / "policy.toml"
 
     async def scenario() -> None:
@@ -178,17 +177,15 @@ def test_a_changed_policy_holds_for_the_next_request_and_a_wrong_one_changes_not
             args = _parser().parse_args(
                 ["gateway", "--config", str(path), "--upstream", "http://127.0.0.1:1"]
             )
-            service = Service(
-                verb._document(args), lambda: verb._document(args), (), str(path), "127.0.0.1:0", None
-            )
-            service.gate = running.gate
-            running.gate.use(from_document(verb._document(args)))
+            document = verb._document(args)
+            running.gate.use(from_document(document))
+            reloader = Reloader(running.gate, document, lambda: verb._document(args), str(path))
             assert (await running.post())[0] == 413
             path.write_text("[length]\nmax_input_tokens = 4000\n")
-            assert service.reload()
+            assert reloader.reload()
             assert (await running.post())[0] == 200
             path.write_text("[length]\nmax_input_tokens = -1\n")
-            assert not service.reload()
+            assert not reloader.reload()
             assert (await running.post())[0] == 200
 
     asyncio.run(scenario())

@@ -7,6 +7,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any, Protocol
 
 from kvcatch.gateway.engine import Engine
 from kvcatch.gateway.ledger import Entry
@@ -66,6 +67,28 @@ class _Waiter:
     reason: str = PEAK
 
 
+@dataclass(slots=True)
+class _Place:
+    """Where a request stands that may have to wait more than once. Times of the door's clock."""
+
+    since: float
+    until: float
+    key: tuple[Any, ...] = ()
+
+
+class Shared(Protocol):
+    """What other gateways have a say in, after the door's own decision."""
+
+    async def admit(self, entry: Entry, engine: Engine) -> bool:
+        """Whether the request fits beside those of all gateways; then it counts."""
+
+    def note(self, entry: Entry, engine: Engine) -> None:
+        """Count a request in without asking."""
+
+    def release(self, entry: Entry, engine: Engine) -> None:
+        """A request is done or gone."""
+
+
 class Door:
     """Admits requests of one process to its engines.
 
@@ -73,8 +96,11 @@ class Door:
     smallest; nobody passes a head that has been passed often or has waited long.
     """
 
-    def __init__(self, rules: Rules, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self, rules: Rules, clock: Callable[[], float] = time.monotonic, shared: Shared | None = None
+    ) -> None:
         self.rules = rules
+        self.shared = shared
         self.held: dict[str, float] = {}  # tenant -> clock time until which it is on hold
         self.line = WaitingLine(VirtualTokens())
         self._waiters: dict[str, _Waiter] = {}
@@ -111,7 +137,8 @@ class Door:
                 found.append((TENANT_SHARE, True))
         strict = rules.mode == STRICT
         # One request alone may use the whole pool: else what fits only without a reserve would never run.
-        if ledger.entries and ledger.peak_with(entry, strict) > ledger.limit:
+        full = ledger.busy and ledger.peak_with(entry, strict) > ledger.limit
+        if full or ledger.over_budget(entry, strict):
             found.append((PEAK, rules.mode != OBSERVE))
         return found
 
@@ -156,21 +183,31 @@ class Door:
         if not open_to:
             raise next(no for no in refusals if no is not None)
         self.line.virtual.arrive(entry.tenant)
+        place = _Place(self._clock(), self._clock() + self.rules.max_wait)
         try:
-            engine, reason = self._choose(entry, open_to)
-            due = self._due()
-            if engine is not None and due is None:
-                head = self.line.first()
-                if head is not None:
-                    head.passes += 1
-                return self._start(entry, engine)
-            return await self._wait(entry, open_to, priority, reason or PEAK)
+            left = open_to
+            while True:
+                engine, reason = self._choose(entry, left) if left else (None, PEAK)
+                due = self._due()
+                if engine is not None and due is None:
+                    head = self.line.first()
+                    if head is not None:
+                        head.passes += 1
+                    engine = self._start(entry, engine)
+                else:
+                    engine = await self._wait(entry, open_to, priority, reason or PEAK, place)
+                if await self._agreed(entry, engine):
+                    return engine
+                # Another gateway was faster: elsewhere, else in line, at the place of its arrival.
+                left = [one for one in left if one is not engine]
         except BaseException:
             self.line.virtual.leave(entry.tenant)
             raise
 
     def leave(self, entry: Entry, engine: Engine, output_tokens: int) -> None:
         """A request is done or gone: its blocks are free, and those who waited for them may go."""
+        if self.shared is not None:
+            self.shared.release(entry, engine)
         if engine.ledger is not None and engine.ledger.remove(entry.key) is not None:
             self._left.append((self._clock(), entry.blocks, entry.long))
         self.line.virtual.serve(entry.tenant, 0, output_tokens)
@@ -223,6 +260,24 @@ class Door:
         return self._queued_tokens
 
     # ---- inside ----------------------------------------------------------------------------------------
+
+    async def _agreed(self, entry: Entry, engine: Engine) -> bool:
+        """Whether the other gateways agree; if not, or if the client leaves meanwhile, it is taken out again."""
+        if self.shared is None:
+            return True
+        if self.rules.mode == OBSERVE:
+            self.shared.note(entry, engine)
+            return True
+        agreed = False
+        try:
+            agreed = await self.shared.admit(entry, engine)
+        finally:
+            if not agreed:
+                self.shared.release(entry, engine)
+                if engine.ledger is not None:
+                    engine.ledger.remove(entry.key)
+                self.line.virtual.serve(entry.tenant, -entry.total_prompt, 0)
+        return agreed
 
     def _size(self, entry: Entry, engine: Engine) -> Refusal | None:
         if engine.ledger is not None:
@@ -279,7 +334,9 @@ class Door:
             self.line.remove(waiter.job)
             self._queued_tokens -= waiter.entry.total_prompt
 
-    async def _wait(self, entry: Entry, engines: Sequence[Engine], priority: int, reason: str) -> Engine:
+    async def _wait(
+        self, entry: Entry, engines: Sequence[Engine], priority: int, reason: str, place: _Place
+    ) -> Engine:
         rules = self.rules
         if reason == NO_ENGINE:
             raise Refusal(503, NO_ENGINE, "No engine answers at the moment.", retry_seconds=5.0)
@@ -296,15 +353,16 @@ class Door:
         job = Job(
             request_id=entry.key, tokens=tokens, total=tokens + entry.planned, size=entry.blocks,
             prompt_tokens=tokens, max_output=entry.strict, priority=priority, tenant=entry.tenant,
-            long=entry.long, queued_at=self._clock(), key=(priority, *self.line.next_key(front=False)),
+            long=entry.long, queued_at=place.since, key=place.key or (priority, *self.line.next_key(front=False)),
         )  # fmt: skip
+        place.key = job.key
         loop = asyncio.get_running_loop()
         waiter = _Waiter(job, entry, engines, loop.create_future(), reason)
         self._waiters[entry.key] = waiter
         self._queued_tokens += tokens
         self.line.add(job)
         try:
-            async with asyncio.timeout(rules.max_wait):
+            async with asyncio.timeout(max(0.0, place.until - self._clock())):
                 return await waiter.future
         except TimeoutError:
             if waiter.future.done() and not waiter.future.cancelled():

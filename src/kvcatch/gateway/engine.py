@@ -49,6 +49,7 @@ class Reading:
     source: str
     progress: Mapping[str, int] = field(default_factory=dict)
     finished: Mapping[str, int] = field(default_factory=dict)
+    epoch: int = 0  # when the server's process started, Unix milliseconds by its own page; 0 = unknown
 
 
 class Engine:
@@ -67,6 +68,7 @@ class Engine:
         self.reading: Reading | None = None
         self.read_at: float | None = None
         self.in_flight = 0
+        self.epoch = 0
         self.exact_layout = False
         self.want_finished: set[str] = set()
         self._feed_name = feed
@@ -80,7 +82,7 @@ class Engine:
         ledger = self.ledger
         if ledger is None or not ledger.usable:
             return 0.0, self.in_flight
-        return (ledger.planned_blocks() + ledger.foreign) / ledger.usable, self.in_flight
+        return ledger.load / ledger.usable, self.in_flight
 
     @property
     def capacity_tokens(self) -> int:
@@ -110,6 +112,7 @@ class Engine:
         if reading.info != self.info or known is None:
             self._learn(reading)
         self.reading, self.read_at = reading, now
+        self.epoch = max(self.epoch, reading.epoch)
         ledger = self.ledger
         if ledger is None:
             return
@@ -132,9 +135,12 @@ class Engine:
         self.exact_layout = _exact(info)
         longest = min(MAX_CONTEXT, max(info.max_model_len or 0, info.usable_blocks * info.block_size) + 1)
         table = _table(info, longest)
-        entries = self.ledger.entries if self.ledger is not None else {}
+        before = self.ledger
+        entries = before.entries if before is not None else {}
         # Requests are spread over data parallel engines by the server: the pools count together.
         self.ledger = Ledger(table, info.usable_blocks * reading.pools, self.reserved())
+        if before is not None:
+            self.ledger.others, self.ledger.budget = before.others, before.budget
         for entry in entries.values():
             self.ledger.size(entry)
             self.ledger.add(entry)
@@ -264,6 +270,7 @@ def _scraped(capture: scrape.ScrapeCapture) -> Reading:
         waiting=_waiting(snapshot.queues),
         preemptions=snapshot.preemption.preemptions,
         source="metrics",
+        epoch=round((capture.process_start or 0) * 1000),
     )
 
 

@@ -18,6 +18,7 @@ from kvcatch.gateway.body import COMPLETIONS, EMBEDDINGS, RESPONSES, Ask
 from kvcatch.gateway.counting import Counter
 from kvcatch.gateway.door import STRICT, TENANT_HOLD, Door
 from kvcatch.gateway.engine import Engine
+from kvcatch.gateway.fleet import Fleet
 from kvcatch.gateway.flight import COUNTING, RELAYING, WAITING, Flight
 from kvcatch.gateway.ledger import Entry, kv_tokens
 from kvcatch.gateway.limits import Denied, Limits, MemoryLimits, Want
@@ -40,11 +41,19 @@ Headers = Iterable[tuple[str, str]]
 class Gate:
     """Governs the requests of one process. ``counters`` by model; ``engines`` are all upstreams."""
 
-    def __init__(self, policy: Policy, engines: Sequence[Engine], limits: Limits | None = None) -> None:
+    def __init__(
+        self,
+        policy: Policy,
+        engines: Sequence[Engine],
+        limits: Limits | None = None,
+        fleet: Fleet | None = None,
+    ) -> None:
         self.policy = policy
         self.engines = list(engines)
         self.limits: Limits = limits or MemoryLimits()
-        self.door = Door(policy.rules)
+        self.fleet = fleet
+        self.door = Door(policy.rules, shared=fleet)
+        self._share_rules()
         self.lengths = OutputLengths(QUANTILE)
         self.meters = Meters()
         self.flights: dict[str, Flight] = {}
@@ -55,11 +64,28 @@ class Gate:
         """Decide by another policy from now on; requests in flight keep what they were given."""
         self.policy = policy
         self.door.rules = policy.rules
+        self._share_rules()
         for engine in self.engines:
             engine.reserve_ratio = policy.reserve_ratio
             if engine.ledger is not None:
                 engine.ledger.reserve_ratio = engine.reserved()
         self.door.drain()
+
+    def start(self) -> None:
+        """Begin to share ledgers with other gateways. In the event loop."""
+        if self.fleet is not None:
+            self.fleet.start(self.engines, self.door.drain, lambda: self.door.waiting > 0)
+
+    async def close(self) -> None:
+        """Give back what is held elsewhere."""
+        await self.settled()
+        await self.limits.close()
+        if self.fleet is not None:
+            await self.fleet.close()
+
+    def _share_rules(self) -> None:
+        if self.fleet is not None:
+            self.fleet.strict = self.policy.rules.mode == STRICT
 
     # ---- before the engine -----------------------------------------------------------------------------
 

@@ -11,7 +11,7 @@ from typing import Any
 from kvcatch.errors import KVCatchError
 from kvcatch.gateway.body import ROUTES
 from kvcatch.gateway.door import MODES
-from kvcatch.gateway.shared import WHEN_LOST
+from kvcatch.gateway.link import WHEN_LOST
 from kvcatch.gateway.truncate import POLICIES
 
 

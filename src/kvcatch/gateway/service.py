@@ -18,6 +18,7 @@ from kvcatch.capture import tags
 from kvcatch.errors import KVCatchError
 from kvcatch.gateway.admin import Admin, socket_path
 from kvcatch.gateway.engine import Engine
+from kvcatch.gateway.fleet import fleet_of
 from kvcatch.gateway.gate import Gate
 from kvcatch.gateway.mirror import Mirror
 from kvcatch.gateway.policy import from_document
@@ -69,7 +70,7 @@ class Service:
                 f"{len(feeds)} --feed for {len(urls)} --upstream.", "Give at most one for each."
             )
         engines = [Engine(url, name, policy.reserve_ratio) for url, name in zip(urls, feed, strict=True)]
-        self.gate = Gate(policy, engines, limits_of(document))
+        self.gate = Gate(policy, engines, limits_of(document), fleet_of(document))
         self.proxy = Proxy(
             self.gate, upstream_key=upstream_key, timeout=float(gateway.get("upstream_timeout", 600)),
             tokenizer=gateway.get("tokenizer"),

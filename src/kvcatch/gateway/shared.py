@@ -13,23 +13,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import logging
 from collections.abc import Iterable
 from typing import Any
 
-from kvcatch.errors import KVCatchError, missing_extra
+from kvcatch.gateway import link
 from kvcatch.gateway.limits import Denied, Limits, MemoryLimits, Want
-
-logger = logging.getLogger("kvcatch.gateway")
-
-LEASE_SECONDS = 10
-HEARTBEAT_SECONDS = 3.0
-#: one command may take this long before Redis counts as lost
-TIMEOUT_SECONDS = 1.0
-#: commands under way at once; the rest wait their turn, which is not the server's fault
-PIPELINE = 16
-LOCAL, CLOSED, OPEN = "local", "closed", "open"
-WHEN_LOST = (LOCAL, CLOSED, OPEN)
+from kvcatch.gateway.link import CLOSED, LOCAL, OPEN, Link
 
 # ARGV[1] = operation; reserve: prefix, key, lease micros, then bucket, limit, window, amount ...
 # restore: the same, but whatever the levels are. settle: prefix, key, then bucket, used ...
@@ -148,36 +137,25 @@ class SharedLimits:
     def __init__(
         self, url: str, *, prefix: str = "kvcatch", when_lost: str = LOCAL, replicas: int = 1
     ) -> None:
-        try:
-            import redis.asyncio as client
-            from redis.exceptions import RedisError
-        except ImportError:
-            raise missing_extra("redis", "gateway") from None
-        try:
-            self._redis: Any = client.Redis.from_url(
-                url,
-                socket_timeout=TIMEOUT_SECONDS,
-                socket_connect_timeout=TIMEOUT_SECONDS,
-                decode_responses=True,
-            )
-        except ValueError as error:
-            raise KVCatchError(f"redis: {error}.", "Write for example redis://127.0.0.1:6379/0.") from None
-        self._errors: tuple[type[Exception], ...] = (RedisError, OSError, TimeoutError)
+        self._link = Link(url, _SCRIPT, "limits", when_lost)
+        self._errors = self._link.errors
         self._prefix = "{" + prefix + "}"
-        self._script = self._redis.register_script(_SCRIPT)
         self._when_lost = when_lost
         self._replicas = max(1, replicas)
         self._local = MemoryLimits()
         self._mine: dict[str, list[Any]] = {}  # key -> arguments of its reservation
         self._owed: dict[str, dict[str, int]] = {}  # settlements that Redis did not hear of
         self._beat: asyncio.Task[None] | None = None
-        self._turn = asyncio.Semaphore(PIPELINE)
-        self.lost = False
+
+    @property
+    def lost(self) -> bool:
+        """Whether Redis did not answer the last time."""
+        return self._link.lost
 
     async def reserve(self, key: str, wants: Iterable[Want]) -> Denied | None:
         """One round trip. When Redis does not answer, ``when_lost`` decides."""
         wants = list(wants)
-        arguments: list[Any] = ["reserve", self._prefix, key, LEASE_SECONDS * 1_000_000]
+        arguments: list[Any] = ["reserve", self._prefix, key, link.LEASE_SECONDS * 1_000_000]
         for want in wants:
             arguments += [want.bucket, want.limit, want.window, want.amount]
         self._start()
@@ -211,7 +189,7 @@ class SharedLimits:
             self._beat.cancel()
             with contextlib.suppress(asyncio.CancelledError):
                 await self._beat
-        await self._redis.aclose()
+        await self._link.close()
 
     async def _settle(self, key: str, used: dict[str, int]) -> None:
         arguments: list[Any] = ["settle", self._prefix, key]
@@ -220,24 +198,13 @@ class SharedLimits:
         await self._run(arguments)
 
     async def _run(self, arguments: list[Any]) -> list[str]:
-        try:
-            async with self._turn, asyncio.timeout(TIMEOUT_SECONDS * 2):
-                answer: list[str] = await self._script(keys=[self._prefix + ":leases"], args=arguments)
-        except self._errors:
-            if not self.lost:
-                logger.warning("redis does not answer: limits are %s until it does", self._when_lost)
-            self.lost = True
-            raise
-        if self.lost:
-            logger.warning("redis answers again")
-        self.lost = False
-        return answer
+        return await self._link.run([self._prefix + ":leases"], arguments)
 
     async def _without(self, key: str, wants: list[Want]) -> Denied | None:
         if self._when_lost == OPEN:
             return None
         if self._when_lost == CLOSED:
-            return Denied(wants[0], HEARTBEAT_SECONDS) if wants else None
+            return Denied(wants[0], link.HEARTBEAT_SECONDS) if wants else None
         # A share of each limit: all replicas together stay within it.
         share = [
             Want(want.bucket, max(1, want.limit // self._replicas), want.window, want.amount)
@@ -252,7 +219,7 @@ class SharedLimits:
     async def _renew(self) -> None:
         """Renew leases, and tell Redis what it missed."""
         while True:
-            await asyncio.sleep(HEARTBEAT_SECONDS)
+            await asyncio.sleep(link.HEARTBEAT_SECONDS)
             with contextlib.suppress(*self._errors):
                 for key, used in list(self._owed.items()):
                     await self._settle(key, used)
@@ -264,7 +231,7 @@ class SharedLimits:
         keys = list(self._mine)
         for low in range(0, len(keys), 1000):
             part = keys[low : low + 1000]
-            known = await self._run(["renew", self._prefix, LEASE_SECONDS * 1_000_000, *part])
+            known = await self._run(["renew", self._prefix, link.LEASE_SECONDS * 1_000_000, *part])
             if int(known[0]) == len(part):
                 continue
             # Redis has forgotten (it came back empty): what is in flight is taken again, whatever the levels.
@@ -278,7 +245,4 @@ def limits_of(document: dict[str, Any]) -> Limits:
     table = document.get("redis", {})
     if not table.get("url"):
         return MemoryLimits()
-    return SharedLimits(
-        table["url"], prefix=table.get("prefix", "kvcatch"), when_lost=table.get("when_lost", LOCAL),
-        replicas=table.get("replicas", 1),
-    )  # fmt: skip
+    return SharedLimits(table["url"], **link.options_of(table))

@@ -39,6 +39,7 @@ class Watch:
     async def start(self) -> None:
         """Meet every engine once, then keep looking at them."""
         await asyncio.gather(*(self.meet(engine) for engine in self.gate.engines))
+        self.gate.start()
         self._tasks = [asyncio.create_task(self._follow(engine)) for engine in self.gate.engines]
 
     async def stop(self) -> None:
@@ -46,8 +47,7 @@ class Watch:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        await self.gate.settled()
-        await self.gate.limits.close()
+        await self.gate.close()
 
     async def meet(self, engine: Engine) -> None:
         """Learn an engine's models and take a first look at its pool. Never raises for an engine that is down."""

@@ -72,6 +72,10 @@ _KNOWN = FAMILIES | frozenset(
 )
 
 
+#: of the process that serves the page, by every client library
+_STARTED = "process_start_time_seconds"
+
+
 def _interesting() -> re.Pattern[bytes]:
     """Lines worth looking at: our names in either spelling, what declares them, and marks between pages."""
     rests: dict[str, set[str]] = {}
@@ -80,7 +84,7 @@ def _interesting() -> re.Pattern[bytes]:
         rests.setdefault(engine, set()).add(rest)
     names = "|".join(f"{engine}[:_](?:{'|'.join(sorted(rest))})" for engine, rest in sorted(rests.items()))
     name = rf"(?:ray_)?(?:{names})(?:_total)?(?![\w:])[^\n]*"
-    marks = r"#[ \t]*(?:EOF|scrape_unix_ms)[^\n]*"
+    marks = rf"#[ \t]*(?:EOF|scrape_unix_ms)[^\n]*|{_STARTED}[^\n]*"
     declared = rf"#[ \t]*(?:TYPE|HELP)[ \t]+{name}"
     return re.compile(rf"^[ \t]*(?:{name}|{marks}|{declared})$".encode(), re.MULTILINE)
 
@@ -91,7 +95,10 @@ _SEEN: dict[str, Series] = {}
 
 
 class Page:
-    """What one scrape said. ``samples``: canonical name -> series; ``types`` and ``helps`` likewise."""
+    """What one scrape said. ``samples``: canonical name -> series; ``types`` and ``helps`` likewise.
+
+    process_start: Unix seconds, of the process that serves the page.
+    """
 
     def __init__(self) -> None:
         self.samples: dict[str, list[Sample]] = {}
@@ -100,6 +107,7 @@ class Page:
         self.rejected: list[Rejected] = []
         self.num_rejected = 0
         self.unix_seconds: float | None = None
+        self.process_start: float | None = None
         self._values: dict[tuple[str, tuple[tuple[str, str], ...]], float] = {}
         self._conflicts: set[tuple[str, tuple[tuple[str, str], ...]]] = set()
 
@@ -237,6 +245,10 @@ class _Reader:
     def _series(self, text: str) -> None:
         # The same series comes back at every scrape; only its value is new.
         head, _, number = text.rpartition(" ")
+        if head == _STARTED:
+            if _NUMBER.fullmatch(number):
+                self.page.process_start = float(number)
+            return
         known = _SEEN.get(head)
         if known is None:
             parsed = self._first_sight(text)

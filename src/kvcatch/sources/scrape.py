@@ -66,6 +66,7 @@ class ScrapeCapture(Capture):
         self.info = EngineInfo(adapter="scrape", num_blocks=0, block_size=0)
         self.fetch_seconds: float | None = None
         self.error: str | None = None
+        self.process_start: float | None = None
         self._load = load
         self._frames: deque[Frame] = deque(maxlen=keep)
         self._rejected: tuple[openmetrics.Rejected, ...] = ()
@@ -95,6 +96,7 @@ class ScrapeCapture(Capture):
             frame = readings.read(page)
             if frame:
                 self._frames.append(frame)
+                self.process_start = page.process_start
                 self._rejected = tuple(page.rejected)
                 self._num_rejected = page.num_rejected
         self._windows.clear()

@@ -20,7 +20,7 @@ from aiohttp import web
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvcatch.gateway import shared
+from kvcatch.gateway import link
 from kvcatch.gateway.limits import MemoryLimits, Want
 from kvcatch.gateway.shared import SharedLimits
 
@@ -155,8 +155,8 @@ WORKER = """
 import asyncio, json, random, sys
 from kvcatch.gateway.limits import Want
 from kvcatch.gateway.shared import SharedLimits
-import kvcatch.gateway.shared as shared
-shared.TIMEOUT_SECONDS = 10.0
+import kvcatch.gateway.link as link
+link.TIMEOUT_SECONDS = 10.0
 url, name, prefix = sys.argv[1:4]
 async def main():
     limits = SharedLimits(url, prefix=prefix)
@@ -207,7 +207,7 @@ def test_four_processes_with_250_requests_at_once_do_not_overshoot(redis_url):
 
 
 def test_what_a_killed_gateway_had_reserved_comes_back(redis_url, monkeypatch):
-    monkeypatch.setattr(shared, "LEASE_SECONDS", 1)
+    monkeypatch.setattr(link, "LEASE_SECONDS", 1)
 
     async def scenario() -> None:
         dead, living = SharedLimits(redis_url, prefix="kill"), SharedLimits(redis_url, prefix="kill")
@@ -230,9 +230,9 @@ def test_what_a_killed_gateway_had_reserved_comes_back(redis_url, monkeypatch):
     asyncio.run(scenario())
 
 
-@pytest.mark.parametrize("policy", shared.WHEN_LOST)
+@pytest.mark.parametrize("policy", link.WHEN_LOST)
 def test_redis_lost_and_found(tmp_path, policy, monkeypatch):
-    monkeypatch.setattr(shared, "HEARTBEAT_SECONDS", 0.1)
+    monkeypatch.setattr(link, "HEARTBEAT_SECONDS", 0.1)
     first = redis_server(tmp_path)
 
     async def scenario() -> None:

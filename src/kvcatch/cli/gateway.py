@@ -68,7 +68,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     limits.add_argument("--requests-per-minute", type=_count, metavar="N")
     limits.add_argument("--tokens-per-minute", type=_count, metavar="N", help="prompt and output tokens")
     limits.add_argument(
-        "--redis", metavar="URL", help="share limits with other gateways, e.g. redis://127.0.0.1:6379/0"
+        "--redis",
+        metavar="URL",
+        help="share limits and KV ledgers with other gateways, e.g. redis://127.0.0.1:6379/0",
     )
     limits.add_argument(
         "--redis-lost", choices=("local", "closed", "open"),

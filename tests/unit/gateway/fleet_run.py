@@ -167,11 +167,16 @@ def _ledgers(client: redis.Redis) -> Iterator[str]:  # type: ignore[type-arg]
     return (name for name in client.keys("{kvcatch}:kv1:*") if not name.endswith(":z"))
 
 
-async def run(
-    folder: Path, *, requests: int, at_once: int, mode: str, kills: int, restart: bool, seed: int = 1,
+async def run(folder: Path, **options: Any) -> Outcome:
+    """Random requests from ``at_once`` clients through random gateways, a tenth of them cancelled."""
+    with contextlib.ExitStack() as stack:
+        return await _run(folder, stack, **options)
+
+
+async def _run(
+    folder: Path, stack: contextlib.ExitStack, *, requests: int, at_once: int, mode: str, kills: int, restart: bool, seed: int = 1,
     blocks: int = 60, gateways: int = 4,
 ) -> Outcome:  # fmt: skip
-    """Random requests from ``at_once`` clients through random gateways, a tenth of them cancelled."""
     rng = random.Random(seed)
     pools = [Pool(blocks) for _ in range(3)]
     runners, urls = [], []
@@ -185,7 +190,15 @@ async def run(
     server = redis_server(folder)
     redis_url, _ = server.__enter__()
     client: Any = redis.Redis.from_url(redis_url, decode_responses=True)
+
+    def end_redis() -> None:
+        server.process.kill()  # the one that runs now: it is started anew below
+
+    # Whatever fails below, nothing keeps running.
+    stack.callback(end_redis)
     doors = [Process(n, folder, urls, redis_url, mode, gateways) for n in range(gateways)]
+    for door in doors:
+        stack.callback(lambda door=door: door.process.kill())
     statuses: dict[str, int] = {}
     todo = iter(range(requests))
     sent = 0

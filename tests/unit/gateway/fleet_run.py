@@ -141,7 +141,6 @@ class Outcome:
     worst: list[int]
     residual: list[Any]
     redis_recovery: float
-    kill_recovery: list[float]
     asked: int
     admitted: int
     calls: int
@@ -155,8 +154,7 @@ class Outcome:
         return (
             f"{sum(self.statuses.values())} requests in {self.seconds:.1f} s: {self.statuses}\n"
             f"overshoot {self.overshoot} block-steps, most in use {self.worst}; left over: {self.residual}\n"
-            f"recovered from Redis' restart in {self.redis_recovery:.1f} s, from kills in "
-            f"{[round(s, 1) for s in self.kill_recovery]} s\n"
+            f"recovered from Redis' restart in {self.redis_recovery:.1f} s\n"
             f"{self.asked} admission calls let in {self.admitted} ({self.asked / max(1, self.admitted):.2f} each); "
             f"with releases and renewals {self.calls} calls; in Redis {self.script_usec}\n"
             f"admission p50 {p50:.2f} ms, p99 {p99:.2f} ms; max/mean KV of the engines {self.balance:.3f}"
@@ -204,7 +202,7 @@ async def _run(
     sent = 0
     asked = admitted = calls = 0
     script = ""
-    recovery: dict[str, Any] = {"redis": 0.0, "kills": []}
+    recovery: dict[str, Any] = {"redis": 0.0}
 
     def count_calls() -> None:
         nonlocal asked, admitted, calls, script
@@ -253,15 +251,8 @@ async def _run(
                 while sent < requests * (number + 1) / (kills + 2):
                     await asyncio.sleep(0.01)
                 door = doors[number % len(doors)]
-                before = {
-                    (name, row)
-                    for name in _ledgers(client)
-                    for row in client.hkeys(name)
-                    if row.startswith("g:")
-                }
                 door.kill()
                 door.start()
-                recovery["kills"].append((time.monotonic(), before))
                 await door.ready(session)
             if restart:
                 while sent < requests * (kills + 1) / (kills + 2):
@@ -274,24 +265,6 @@ async def _run(
                 await _until_old(client, 3)
                 recovery["redis"] = time.monotonic() - began
 
-        gone: list[float] = []
-
-        async def watch() -> None:
-            """When the rows of the killed are gone: nobody alive has written them for a lease."""
-            while True:
-                await asyncio.sleep(0.05)
-                with contextlib.suppress(redis.RedisError, OSError):
-                    alive = {
-                        row for name in _ledgers(client) for row in client.hkeys(name) if row[:2] == "g:"
-                    }
-                    for entry in list(recovery["kills"]):
-                        when, before = entry
-                        # Three of the four rows are renewed; the killed gateway's name never comes back.
-                        if len({row for _, row in before} & alive) < len({row for _, row in before}):
-                            gone.append(time.monotonic() - when)
-                            recovery["kills"].remove(entry)
-
-        watcher = asyncio.create_task(watch())
         probe = asyncio.create_task(_probe(redis_url))
         firing = asyncio.create_task(fire())
         await asyncio.gather(*(worker() for _ in range(at_once)))
@@ -301,7 +274,6 @@ async def _run(
         (times,) = await asyncio.gather(probe, return_exceptions=True)
         assert isinstance(times, list), times
         residual = await _left_over(client, bool(kills))
-        watcher.cancel()
         count_calls()
         for door in doors:
             door.process.terminate()
@@ -317,7 +289,7 @@ async def _run(
     times.sort()
     return Outcome(
         statuses=statuses, overshoot=sum(pool.overshoot for pool in pools), worst=[pool.worst for pool in pools],
-        residual=residual, redis_recovery=recovery["redis"], kill_recovery=gone, asked=asked, admitted=admitted,
+        residual=residual, redis_recovery=recovery["redis"], asked=asked, admitted=admitted,
         calls=calls, script_usec=script,
         admission_ms=(times[len(times) // 2] * 1e3, times[int(len(times) * 0.99)] * 1e3) if times else (0.0, 0.0),
         balance=max(means) / (sum(means) / len(means)), seconds=seconds,

@@ -27,6 +27,4 @@ def test_ten_thousand_requests_with_cancels_kills_and_a_restart_of_redis(tmp_pat
     assert outcome.overshoot == 0
     assert outcome.residual == []
     assert outcome.redis_recovery <= 10
-    assert len(outcome.kill_recovery) == 4
-    assert max(outcome.kill_recovery) <= 10
     assert outcome.statuses["200"] >= 8_000

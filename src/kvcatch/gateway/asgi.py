@@ -19,7 +19,7 @@ from kvcatch.gateway.engine import Engine
 from kvcatch.gateway.flight import Flight
 from kvcatch.gateway.gate import Gate
 from kvcatch.gateway.govern import governed, internal
-from kvcatch.gateway.inner import Inner, header
+from kvcatch.gateway.inner import Inner, header, route
 from kvcatch.gateway.inside import CONFIG_VARIABLE, App, Message, Receive, Send
 from kvcatch.gateway.intake import ClientGone, read_whole
 from kvcatch.gateway.policy import from_document
@@ -67,7 +67,7 @@ class Inside:
         if scope["type"] == "lifespan":
             await self._lifespan(scope, receive, send)
             return
-        path = scope["path"].removeprefix(scope.get("root_path", "")) if scope["type"] == "http" else ""
+        path = route(scope) if scope["type"] == "http" else ""
         ours = path in ROUTES and scope["method"] == "POST"
         if not (ours or path == METRICS) or not await self._started(scope):
             await self.app(scope, receive, send)

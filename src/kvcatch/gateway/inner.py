@@ -97,3 +97,9 @@ class Inner:
 def header(scope: Mapping[str, Any], name: bytes) -> str | None:
     """The first header of this name (lower case), None without one."""
     return next((v.decode("latin-1") for k, v in scope["headers"] if k.lower() == name), None)
+
+
+def route(scope: Mapping[str, Any]) -> str:
+    """The path below the server's ``--root-path``, by the rule of its own router."""
+    path, root = str(scope["path"]), scope.get("root_path", "")
+    return path[len(root) :] if root and path.startswith(root + "/") else path

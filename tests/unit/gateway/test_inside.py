@@ -435,6 +435,21 @@ def test_a_start_that_fails_leaves_the_engine_serving(
         assert "line 2" in said
 
 
+@pytest.mark.parametrize(
+    ("root", "path"),
+    [("/api", "/api/v1/completions"), ("/api", "/v1/completions"), ("/v", "/v1/completions")],
+)
+def test_a_root_path_is_no_way_around(tmp_path: Path, root: str, path: str) -> None:
+    # Starlette's router takes the root off only where a slash follows it, and routes what has no root as it is.
+    async def scenario() -> None:
+        async with inside(tmp_path, "[length]\nmax_input_tokens = 1\n") as site:
+            call = Call(site, path=path)
+            call.scope["root_path"] = root
+            assert (await call.start().done()).headers["x-kvcatch-reason"] == "over-long"
+
+    run(scenario)
+
+
 def test_other_routes_pass_untouched_and_its_metrics_are_there(tmp_path: Path) -> None:
     async def scenario() -> None:
         async with inside(tmp_path) as site:

@@ -18,7 +18,6 @@ its share, as when Redis is lost.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import time
 import uuid
 from collections.abc import Callable, Iterable, Sequence
@@ -204,9 +203,7 @@ class Fleet:
     async def close(self) -> None:
         """Give back what is left, stop announcing, disconnect."""
         if self._beat is not None:
-            self._beat.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await self._beat
+            await link.ended(self._beat)
         for desk in self._desks.values():
             desk.granted.clear()
             if not self._link.lost:

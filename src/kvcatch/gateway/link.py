@@ -71,6 +71,16 @@ class Link:
         await self._redis.aclose()
 
 
+async def ended(task: asyncio.Task[None]) -> None:
+    """Cancel a task and wait for its end.
+
+    Asked again each second: a cancellation that meets a time-out inside the client's own waiting has been seen lost.
+    """
+    while not task.done():
+        task.cancel()
+        await asyncio.wait({task}, timeout=1.0)
+
+
 def options_of(table: dict[str, Any]) -> dict[str, Any]:
     """What the ``[redis]`` table of a checked document says beside the URL."""
     return {name: table[name] for name in ("prefix", "when_lost", "replicas") if name in table}

@@ -145,6 +145,7 @@ class SharedLimits:
         self._local = MemoryLimits()
         self._mine: dict[str, list[Any]] = {}  # key -> arguments of its reservation
         self._owed: dict[str, dict[str, int]] = {}  # settlements that Redis did not hear of
+        self._restoring = asyncio.Lock()  # while a reservation is taken again
         self._beat: asyncio.Task[None] | None = None
 
     @property
@@ -174,21 +175,21 @@ class SharedLimits:
     async def settle(self, key: str, used: dict[str, int]) -> None:
         """One round trip; when Redis does not answer it is told later, before the lease ends."""
         await self._local.settle(key, used)
-        if key not in self._mine:
+        async with self._restoring:
+            # From here on nobody takes it again: a heartbeat that overtakes this settlement would leave it behind.
+            mine = self._mine.pop(key, None)
+        if mine is None:
             return
         try:
             await self._settle(key, used)
         except self._errors:
+            self._mine[key] = mine
             self._owed[key] = used
-            return
-        self._mine.pop(key, None)
 
     async def close(self) -> None:
         """Stop renewing and disconnect."""
         if self._beat is not None:
-            self._beat.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await self._beat
+            await link.ended(self._beat)
         await self._link.close()
 
     async def _settle(self, key: str, used: dict[str, int]) -> None:
@@ -236,8 +237,9 @@ class SharedLimits:
                 continue
             # Redis has forgotten (it came back empty): what is in flight is taken again, whatever the levels.
             for key in part:
-                if key in self._mine:
-                    await self._run(["restore", self._prefix, *self._mine[key]])
+                async with self._restoring:
+                    if key in self._mine:
+                        await self._run(["restore", self._prefix, *self._mine[key]])
 
 
 def limits_of(document: dict[str, Any]) -> Limits:

@@ -120,7 +120,7 @@ class Gateway:
         self.see(0)
         self.fleet = Fleet(url, prefix=prefix, **options)  # type: ignore[arg-type]
         self.fleet.strict = mode == "strict"
-        self.door = Door(Rules(mode=mode, max_wait=60), shared=self.fleet)
+        self.door = Door(Rules(mode=mode, max_wait=600), shared=self.fleet)
 
     def see(self, epoch: int, active: int = 0, now: float = 0.0) -> None:
         self.engine.take(Reading(self.info, 1, active, 0, 0, 0, "metrics", epoch=epoch), now)
@@ -275,7 +275,7 @@ async def main():
     engine.take(Reading(EngineInfo(num_blocks=41, block_size=16, max_model_len=4096), 1, 0, 0, 0, 0, "metrics"), 0.0)
     ours = fleet.Fleet(sys.argv[1], prefix=sys.argv[2])
     ours.strict = True
-    door = Door(Rules(mode="strict", max_wait=60), shared=ours)
+    door = Door(Rules(mode="strict", max_wait=600), shared=ours)
     ours.start([engine], door.drain, lambda: False)
     for n in range(3):
         await door.enter(Entry(f"dead{n}", "", (160,), 1, 1, 1, produced=0), [engine])

@@ -13,7 +13,6 @@ import argparse
 import contextlib
 import http.client
 import json
-import socket
 import statistics
 import sys
 import tempfile
@@ -30,20 +29,15 @@ LIMIT = 1000  # tokens a minute
 WORDS = "The pool lends its blocks to whoever runs and takes them back when the answer is done. "
 
 
-def open_stream(url: str, prompt: str, tokens: int, **more: Any) -> http.client.HTTPConnection:
-    """A connection on which a completion was asked for."""
-    parts = urlsplit(url)
-    body = {"model": "tiny", "prompt": prompt, "max_tokens": tokens, "ignore_eos": True, **more}
-    connection = http.client.HTTPConnection(parts.hostname or "", parts.port, timeout=120)
-    connection.connect()
-    connection.request("POST", "/v1/completions", json.dumps(body), {"Content-Type": "application/json"})
-    return connection
-
-
 def first_token(url: str, prompt: str) -> float:
     """Seconds from the connection to the first event of a streamed completion."""
+    parts = urlsplit(url)
+    body = {"model": "tiny", "prompt": prompt, "max_tokens": 4, "ignore_eos": True, "stream": True}
     start = time.perf_counter()
-    with contextlib.closing(open_stream(url, prompt, 4, stream=True)) as connection:
+    with contextlib.closing(
+        http.client.HTTPConnection(parts.hostname or "", parts.port, timeout=60)
+    ) as connection:
+        connection.request("POST", "/v1/completions", json.dumps(body), {"Content-Type": "application/json"})
         answer = connection.getresponse()
         answer.readline()
         took = time.perf_counter() - start
@@ -76,6 +70,7 @@ def overshoot(url: str) -> dict[str, Any]:
 
 def until_free(engine: Any, url: str, stream: bool) -> float:
     """Seconds from a client's leaving to an engine that runs nothing, by the engine's own page."""
+    from engine.support.gateway import leave
     from engine.support.processes import deadline_poll
 
     def running() -> bool:
@@ -83,12 +78,7 @@ def until_free(engine: Any, url: str, stream: bool) -> float:
         line = next(line for line in page.splitlines() if line.startswith("vllm:num_requests_running"))
         return float(line.split()[-1]) > 0
 
-    with contextlib.closing(open_stream(url, WORDS, 900, stream=stream)) as connection:
-        sock = connection.sock
-        if stream:
-            connection.getresponse().readline()
-        deadline_poll(running, 60, "a running request", 0.02)
-        sock.shutdown(socket.SHUT_RDWR)
+    leave(url, {"prompt": WORDS, "max_tokens": 900, "ignore_eos": True, "stream": stream}, running)
     start = time.perf_counter()
     deadline_poll(lambda: not running(), 120, "an engine that is free", 0.02)
     return time.perf_counter() - start

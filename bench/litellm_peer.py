@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import os
 import signal
 import subprocess
@@ -27,26 +26,14 @@ class Proxy:
     log: Path
 
 
-def environment() -> Path:
-    """The folder of its commands, installed if absent."""
-    from engine_env import CACHE, run
-
-    folder = CACHE / f"litellm-{VERSION}"
-    CACHE.mkdir(parents=True, exist_ok=True)
-    with open(CACHE / "install.lock", "w") as lock:
-        fcntl.lockf(lock, fcntl.LOCK_EX)
-        if not (folder / ".complete").exists():
-            run(sys.executable, "-m", "venv", "--clear", folder)
-            run(folder / "bin" / "python", "-m", "pip", "install", "-q", f"litellm[proxy]=={VERSION}")
-            (folder / ".complete").touch()
-    return folder / "bin"
-
-
 @contextmanager
 def litellm(folder: Path, engine: str, model: str, tokens_per_minute: int | None = None) -> Iterator[Proxy]:
     """The proxy with its defaults; tokens_per_minute: a limit of the deployment that it enforces before a call."""
     from engine.support.processes import deadline_poll
-    from engine.support.server import free_port
+    from engine_env import own_environment
+    from services import free_port
+
+    python = own_environment(f"litellm-{VERSION}", [f"litellm[proxy]=={VERSION}"])
 
     folder.mkdir(parents=True, exist_ok=True)
     limit = f"\n      tpm: {tokens_per_minute}" if tokens_per_minute else ""
@@ -61,7 +48,7 @@ def litellm(folder: Path, engine: str, model: str, tokens_per_minute: int | None
     log = folder / "litellm.log"
     with open(log, "wb") as output:
         process = subprocess.Popen(
-            [environment() / "litellm", "--config", "config.yaml", "--host", "127.0.0.1", "--port", str(port)],
+            [python.parent / "litellm", "--config", "config.yaml", "--host", "127.0.0.1", "--port", str(port)],
             stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT, cwd=folder,
             env={"PATH": os.environ["PATH"], "HOME": str(folder), "LITELLM_LOG": "ERROR",
                  "LITELLM_LOCAL_MODEL_COST_MAP": "True", "OMP_NUM_THREADS": "1"},

@@ -39,9 +39,7 @@ def main() -> None:
     from throughput import summary
 
     from engine.support.gateway import gateway
-    from engine.support.mirrors import outcomes
-    from engine.support.processes import deadline_poll
-    from engine.support.server import engine_lock, server
+    from engine.support.mirrors import outcomes, two_engines
     from tiny_models import tiny_model
 
     parser = argparse.ArgumentParser()
@@ -50,19 +48,14 @@ def main() -> None:
     folder = Path(tempfile.mkdtemp())
     flags = ("--num-gpu-blocks-override", "400", "--block-size", "32", "--max-model-len", "1024")
     model = tiny_model("full")
-    with (
-        engine_lock(),
-        server(folder / "a", model, *flags, lock=False, wait=False) as upstream,
-        server(folder / "b", model, *flags, lock=False) as candidate,
-    ):
-        deadline_poll(upstream.healthy, 300, "health of the upstream", 0.2)
-        common = (folder, folder / "rings", "--upstream", upstream.url)
+    with two_engines(folder, model, flags) as site:
+        common = (folder, folder / "rings", "--upstream", site.upstream.url)
         with (
             gateway(*common) as plain,
             gateway(
                 *common,
                 "--mirror",
-                candidate.url,
+                site.candidate.url,
                 "--mirror-share",
                 str(SHARE),
                 "--mirror-dir",

@@ -9,9 +9,7 @@ at once, so that no engine's idea of time matters. Dynamo gets an environment of
 from __future__ import annotations
 
 import argparse
-import fcntl
 import json
-import os
 import random
 import subprocess
 import sys
@@ -23,7 +21,6 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT / "tests"), str(ROOT / "tools")]
-CACHE = Path(os.environ.get("KVCATCH_DEV_CACHE", Path.home() / ".cache" / "kvcatch-dev"))
 # The newest that runs from PyPI alone; its dependencies on serving frameworks are not needed.
 DYNAMO = ["ai-dynamo==1.4.2", "ai-dynamo-runtime==1.4.2"]
 NEEDS = ["transformers", "msgspec"]
@@ -56,32 +53,16 @@ def trace(count: int, seed: int) -> Iterator[dict[str, Any]]:
         }
 
 
-def environment() -> Path:
-    """The interpreter with Dynamo's replay, installed if absent."""
-    from engine_env import run
-
-    folder = CACHE / "dynamo-1.4.2"
-    python = folder / "bin" / "python"
-    CACHE.mkdir(parents=True, exist_ok=True)
-    with open(CACHE / "install.lock", "w") as lock:
-        fcntl.lockf(lock, fcntl.LOCK_EX)
-        if not (folder / ".complete").exists():
-            run(sys.executable, "-m", "venv", "--clear", folder)
-            pip = [python, "-m", "pip", "--disable-pip-version-check", "install", "-q"]
-            run(*pip, *NEEDS)
-            run(*pip, "--no-deps", *DYNAMO)
-            (folder / ".complete").touch()
-    return python
-
-
 def dynamo(path: Path, blocks: int) -> Numbers:
     """Its blocks are usable ones; vLLM's number holds one more, the null block."""
+    from engine_env import own_environment
+
     settings = {
         "block_size": BLOCK, "num_gpu_blocks": blocks - 1, "max_num_seqs": SEQS, "max_num_batched_tokens": TOKENS
     }  # fmt: skip
     report = path.with_suffix(".report.json")
     subprocess.run(
-        [environment(), "-m", "dynamo.replay", str(path), "--trace-format", "mooncake", "--trace-block-size",
+        [own_environment("dynamo-1.4.2", NEEDS, ["--no-deps", *DYNAMO]), "-m", "dynamo.replay", str(path), "--trace-format", "mooncake", "--trace-block-size",
          str(BLOCK), "--extra-engine-args", json.dumps(settings), "--report-json", str(report)],
         check=True, capture_output=True, cwd=path.parent,
     )  # fmt: skip

@@ -16,6 +16,7 @@ import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -62,6 +63,21 @@ def install_engine() -> Path:
         as_vllm(site_packages(engine))
         (engine / ".complete").touch()
     return engine
+
+
+def own_environment(name: str, *installs: Sequence[str]) -> Path:
+    """The interpreter of a cached environment of its own: ``pip install`` once for each list of arguments."""
+    folder = CACHE / name
+    python = folder / "bin" / "python"
+    CACHE.mkdir(parents=True, exist_ok=True)
+    with open(CACHE / "install.lock", "w") as lock:
+        fcntl.lockf(lock, fcntl.LOCK_EX)
+        if not (folder / ".complete").exists():
+            run(sys.executable, "-m", "venv", "--clear", folder)
+            for arguments in installs:
+                run(python, "-m", "pip", "--disable-pip-version-check", "install", "-q", *arguments)
+            (folder / ".complete").touch()
+    return python
 
 
 def as_vllm(packages: Path) -> None:

@@ -7,13 +7,11 @@ The environment sees the engine's torch through a .pth file and gets kvpress wit
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-CACHE = Path(os.environ.get("KVCATCH_DEV_CACHE", Path.home() / ".cache" / "kvcatch-dev"))
 PINS = ["kvpress==0.5.5", "transformers==5.2.0", "huggingface_hub<2", "tokenizers==0.22.2", "accelerate", "peft", "cachetools",
         "fire", "termcolor", "pandas"]  # fmt: skip
 
@@ -60,22 +58,16 @@ sys.exit(any(difference > 1e-5 for difference in worst.values()))
 
 def environment() -> Path:
     """The environment's interpreter, made if absent."""
-    folder = CACHE / "kvpress-0.5.5"
-    python = folder / "bin" / "python"
-    if (folder / ".complete").exists():
-        return python
     sys.path.insert(0, str(ROOT / "tools"))
-    from engine_env import install_engine, run, site_packages
+    from engine_env import install_engine, own_environment, site_packages
 
-    run(sys.executable, "-m", "venv", folder)
-    packages = site_packages(folder)
+    python = own_environment("kvpress-0.5.5", ["--no-deps", *PINS])
+    packages = site_packages(python.parents[1])
     (packages / "zz_engine.pth").write_text(f"{site_packages(install_engine())}\n")
-    run(python, "-m", "pip", "--disable-pip-version-check", "install", "-q", "--no-deps", *PINS)
     # Imported at top level for a data set that is never loaded here.
     (packages / "datasets.py").write_text(
         "def load_dataset(*args, **kwargs):\n    raise RuntimeError('no data sets')\n"
     )
-    (folder / ".complete").touch()
     return python
 
 

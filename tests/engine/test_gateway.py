@@ -7,7 +7,6 @@ import http.client
 import json
 import os
 import re
-import socket
 import subprocess
 import threading
 from collections.abc import Iterator
@@ -19,7 +18,7 @@ import pytest
 
 import kvcatch
 from engine.support import env
-from engine.support.gateway import Gateway, Got, gateway, post
+from engine.support.gateway import Gateway, Got, gateway, leave, post
 from engine.support.mirrors import drive
 from engine.support.processes import deadline_poll
 from engine.support.server import Server, server
@@ -218,17 +217,11 @@ def test_an_open_end_is_cut_to_the_pool(site: Site) -> None:
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_client_that_leaves_frees_engine_and_slot(site: Site, stream: bool) -> None:
-    body = json.dumps(ask(max_tokens=7500, stream=stream, ignore_eos=True))
-    connection = http.client.HTTPConnection("127.0.0.1", site.front.port, timeout=60)
-    connection.request("POST", COMPLETIONS, body, {"Content-Type": "application/json"})
-    deadline_poll(lambda: running(site) == 1, 30, "the request at the engine")
-    if stream:
-        connection.getresponse().read(20)
-    sock = connection.sock
-    assert sock is not None
-    sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")
-    sock.close()
-    connection.close()
+    leave(
+        site.front.url,
+        {"prompt": "hello", "max_tokens": 7500, "ignore_eos": True, "stream": stream},
+        lambda: running(site) == 1,
+    )
     deadline_poll(lambda: free_again(site), 30, "engine and gateway free again")
 
 

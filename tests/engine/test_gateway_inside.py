@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import concurrent.futures
 import http.client
-import json
 import re
-import socket
 import stat
 import subprocess
 from collections.abc import Iterator
@@ -18,7 +16,7 @@ import pytest
 
 import kvcatch
 from engine.support import env
-from engine.support.gateway import Got, post
+from engine.support.gateway import Got, leave, post
 from engine.support.processes import deadline_poll
 from engine.support.server import Server, server
 
@@ -125,17 +123,11 @@ def test_what_is_too_long_is_refused_or_cut_as_the_policy_says(site: Site) -> No
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_client_that_leaves_frees_the_blocks(site: Site, stream: bool) -> None:
-    body = {"model": "tiny", "prompt": "hello", "max_tokens": 7000, "ignore_eos": True, "stream": stream}
-    connection = http.client.HTTPConnection("127.0.0.1", site.engine.port, timeout=60)
-    connection.request("POST", COMPLETIONS, json.dumps(body), {"Content-Type": "application/json"})
-    deadline_poll(lambda: site.busy()[0] == 1, 30, "the request at the engine")
-    if stream:
-        connection.getresponse().read(20)
-    sock = connection.sock
-    assert sock is not None
-    sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")
-    sock.close()
-    connection.close()
+    leave(
+        site.engine.url,
+        {"prompt": "hello", "max_tokens": 7000, "ignore_eos": True, "stream": stream},
+        lambda: site.busy()[0] == 1,
+    )
     deadline_poll(lambda: site.busy() == (0, 0), 30, "the engine free again")
 
 

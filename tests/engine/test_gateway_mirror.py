@@ -3,18 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from engine.support.hardware import FP8_CACHE
-from engine.support.mirrors import drive
-from engine.support.processes import deadline_poll
-from engine.support.server import Server, engine_lock, server
+from engine.support.mirrors import drive, two_engines
 from kvcatch.cli.main import main
 from kvcatch.quality.corpus import shipped
 from kvcatch.quality.shadow import read_pairs
@@ -37,25 +32,6 @@ WORSE = ("--kv-cache-dtype", "fp8_e5m2") if FP8_CACHE else (
 )  # fmt: skip
 
 
-@dataclass(frozen=True)
-class Site:
-    """Two engines of one model."""
-
-    upstream: Server
-    candidate: Server
-
-
-@contextmanager
-def two(folder: Path, model: Path, *more: str) -> Iterator[Site]:
-    with (
-        engine_lock(),
-        server(folder / "b", model, *COMMON, *more, lock=False, wait=False) as candidate,
-        server(folder / "a", model, *COMMON, lock=False) as upstream,
-    ):
-        deadline_poll(candidate.healthy, 300, f"health of the candidate (log: {candidate.log})", 0.2)
-        yield Site(upstream, candidate)
-
-
 def asks(count: int, first: int = 0) -> list[dict[str, Any]]:
     """Pieces of the shipped corpus in English, some 60 tokens each."""
     texts = [one.text for one in shipped() if one.text.isascii()]
@@ -65,7 +41,7 @@ def asks(count: int, first: int = 0) -> list[dict[str, Any]]:
 
 
 def test_one_configuration_twice_never_fails_in_twenty(tmp_path: Path, smollm2_model: Path) -> None:
-    with two(tmp_path, smollm2_model) as site:
+    with two_engines(tmp_path, smollm2_model, COMMON) as site:
         for run in range(20):
             folder = tmp_path / str(run)
             done = drive(folder, tmp_path / "rings", site.upstream.url, site.candidate.url, asks(6, run * 6))
@@ -81,7 +57,7 @@ def test_a_worse_cache_fails_within_200_and_stops_the_mirror(
     tmp_path: Path, smollm2_model: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     bodies = asks(200)
-    with two(tmp_path, smollm2_model, *WORSE) as site:
+    with two_engines(tmp_path, smollm2_model, COMMON, WORSE) as site:
         done = drive(tmp_path, tmp_path / "rings", site.upstream.url, site.candidate.url, bodies)
         alone = site.upstream.post("/v1/completions", bodies[0])["choices"]
     assert done.choices[0] == alone  # clients get the upstream's answers

@@ -11,8 +11,6 @@ import itertools
 import json
 import os
 import random
-import signal
-import subprocess
 import time
 from collections import Counter
 from collections.abc import Iterator
@@ -22,7 +20,8 @@ import pytest
 
 from engine.support.gateway import Gateway, gateway
 from engine.support.processes import deadline_poll
-from engine.support.server import engine_lock, free_port, server
+from engine.support.server import engine_lock, server
+from services import free_port, redis_server
 
 pytestmark = pytest.mark.soak
 
@@ -38,21 +37,6 @@ POOL = (
     "--max-num-seqs",
     "16",
 )
-
-
-@contextlib.contextmanager
-def redis(folder: Path, port: int) -> Iterator[None]:
-    folder.mkdir(exist_ok=True)
-    process = subprocess.Popen(
-        ["redis-server", "--port", str(port), "--bind", "127.0.0.1", "--save", "", "--appendonly", "no",
-         "--dir", str(folder)],
-        stdout=subprocess.DEVNULL,
-    )  # fmt: skip
-    try:
-        yield
-    finally:
-        process.send_signal(signal.SIGKILL)
-        process.wait(20)
 
 
 class Clients:
@@ -152,7 +136,7 @@ def test_half_an_hour_of_faults_leaves_nothing_behind(tmp_path: Path, tiny_model
 
         def cache() -> contextlib.ExitStack:
             life = contextlib.ExitStack()
-            life.enter_context(redis(tmp_path / "redis", redis_port))
+            life.enter_context(redis_server(tmp_path, redis_port))
             return life
 
         running, storing = engine(), cache()

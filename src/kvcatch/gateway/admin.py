@@ -16,6 +16,7 @@ from aiohttp import web
 
 from kvcatch.errors import KVCatchError
 from kvcatch.gateway.body import ROUTES
+from kvcatch.gateway.explain import explain
 from kvcatch.gateway.flight import Flight
 from kvcatch.gateway.gate import Gate
 
@@ -107,7 +108,7 @@ class Admin:
             return _answer(400, {"error": "route or headers are wrong"})
         body = msgspec.json.encode(document.get("body"))
         return _answer(
-            200, await self.gate.explain(route, [(str(k), str(v)) for k, v in given.items()], body)
+            200, await explain(self.gate, route, [(str(k), str(v)) for k, v in given.items()], body)
         )
 
     async def _state(self, request: web.Request) -> web.Response:

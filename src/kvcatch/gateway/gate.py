@@ -18,9 +18,10 @@ from kvcatch.gateway.body import COMPLETIONS, EMBEDDINGS, RESPONSES, Ask
 from kvcatch.gateway.counting import Counter
 from kvcatch.gateway.door import STRICT, TENANT_HOLD, Door
 from kvcatch.gateway.engine import Engine
+from kvcatch.gateway.fit import never_fits, pool_is_smaller, refuse_never, room
 from kvcatch.gateway.fleet import Fleet
 from kvcatch.gateway.flight import COUNTING, RELAYING, WAITING, Flight
-from kvcatch.gateway.ledger import Entry, kv_tokens
+from kvcatch.gateway.ledger import Entry
 from kvcatch.gateway.limits import Denied, Limits, MemoryLimits, Want
 from kvcatch.gateway.meters import Meters
 from kvcatch.gateway.policy import Policy
@@ -121,7 +122,7 @@ class Gate:
         self._engine_cuts(ask)
         await self._shorten(ask, counter, engines)
         self._cap_output(ask, engines)
-        self._never_fits(ask, engines)
+        refuse_never(ask, engines)
         flight.entry = self._entry(flight, ask)
         return ask
 
@@ -218,47 +219,14 @@ class Gate:
                 code="request_too_large",
                 details={"prompt_tokens": ask.longest_prompt, "limit_tokens": length.max_logprobs},
             )  # fmt: skip
-        room = self.room(ask, engines)
+        beside = room(ask, engines)
         if ask.output_tokens is None:
             if length.max_output is not None:
-                ask.set_output(max(1, min(length.max_output, room or length.max_output)))
-            elif room is not None and self._pool_is_smaller(engines):
-                ask.set_output(max(1, room))
+                ask.set_output(max(1, min(length.max_output, beside or length.max_output)))
+            elif beside is not None and pool_is_smaller(engines):
+                ask.set_output(max(1, beside))
         elif length.max_output is not None and ask.output_tokens > length.max_output:
             ask.set_output(length.max_output)
-
-    def room(self, ask: Ask, engines: Sequence[Engine]) -> int | None:
-        """Output tokens beside the longest prompt on the roomiest engine; None while nothing is known."""
-        rooms = []
-        for engine in engines:
-            bounds = []
-            if engine.max_model_len:
-                bounds.append(engine.max_model_len - ask.longest_prompt)
-            if engine.exact_layout and engine.ledger is not None:
-                bounds.append(most_tokens(engine) + 1 - ask.longest_prompt)
-            if bounds:
-                rooms.append(min(bounds))
-        return max(rooms, default=None)
-
-    @staticmethod
-    def _pool_is_smaller(engines: Sequence[Engine]) -> bool:
-        """Whether an engine takes longer requests than its pool holds."""
-        return any(
-            engine.exact_layout
-            and engine.ledger is not None
-            and (engine.max_model_len or 0) > most_tokens(engine)
-            for engine in engines
-        )
-
-    def _never_fits(self, ask: Ask, engines: Sequence[Engine]) -> None:
-        """Refuse what no engine can ever hold: prompt, and prompt with all the output it may reach."""
-        refusals = []
-        for engine in engines:
-            refusal = never_fits(ask, engine)
-            if refusal is None:
-                return
-            refusals.append(refusal)
-        raise refusals[0]
 
     def _entry(self, flight: Flight, ask: Ask) -> Entry:
         strict = ask.output_tokens if ask.output_tokens is not None else self._open_end(ask)
@@ -274,8 +242,8 @@ class Gate:
 
     def _open_end(self, ask: Ask) -> int:
         """What the engine itself puts in when a request does not say: all that is left of the context."""
-        room = self.room(ask, self.serving(ask.model))
-        return max(1, room if room is not None else bodies.COMPLETION_DEFAULT)
+        beside = room(ask, self.serving(ask.model))
+        return max(1, beside if beside is not None else bodies.COMPLETION_DEFAULT)
 
     async def admit(self, flight: Flight) -> Engine:
         """Limits, then blocks; waits if it must. Raises Refusal."""
@@ -380,83 +348,6 @@ class Gate:
             self.door.held[tenant] = time.monotonic() + seconds
         else:
             self.door.held.pop(tenant, None)
-
-    async def explain(self, route: str, headers: Headers, raw: bytes) -> dict[str, Any]:
-        """What would happen to this request now, without sending it."""
-        flight = self.begin(route, None)
-        try:
-            ask = await self.judge(flight, headers, raw)
-            entry = flight.entry
-            assert entry is not None
-            rows = [self._explain(engine, ask, entry) for engine in self.serving(ask.model)]
-            held = [row for row in rows if row["would_be"] != "relayed"]
-            best = next((row for row in rows if row["would_be"] == "relayed"), rows[0])
-            return {
-                "outcome": best["would_be"], "reasons": best["reasons"], "tenant": flight.tenant or None,
-                "prompt_tokens": ask.total_prompt, "output_tokens": entry.strict, "planned_output_tokens": entry.planned,
-                "long": entry.long, "changed": ask.changed, "engines": rows, "engines_that_hold": len(held),
-            }  # fmt: skip
-        except Refusal as refusal:
-            return {
-                "outcome": "refused", "status": refusal.status, "reasons": [refusal.reason],
-                "message": refusal.message, "details": refusal.details,
-            }  # fmt: skip
-        finally:
-            self.flights.pop(flight.key, None)
-
-    def _explain(self, engine: Engine, ask: Ask, entry: Entry) -> dict[str, Any]:
-        ledger = engine.ledger
-        row: dict[str, Any] = {"engine": engine.label, "would_be": "relayed", "reasons": []}
-        refusal = never_fits(ask, engine)
-        if ledger is not None and refusal is None:
-            ledger.size(entry)
-            entry.long = entry.longest > self.door.long_threshold(engine)
-            refusal = self.door.never(entry, engine)
-            found = self.door.reasons(entry, engine)
-            row["reasons"] = [name if counts else f"{name} (observed only)" for name, counts in found]
-            row["would_be"] = "held" if any(counts for _, counts in found) else "relayed"
-            row |= {
-                "needed_blocks": entry.blocks, "planned_blocks": ledger.planned_blocks(),
-                "peak_blocks": ledger.peak_with(entry, self.policy.rules.mode == STRICT),
-                "limit_blocks": ledger.limit, "foreign_blocks": round(ledger.foreign),
-            }  # fmt: skip
-        if refusal is not None:
-            row |= {"would_be": "refused", "reasons": [refusal.reason]}
-        return row
-
-
-def most_tokens(engine: Engine) -> int:
-    """KV tokens of the longest sequence that one pool of this engine holds."""
-    table = engine.ledger.blocks if engine.ledger is not None else None
-    if table is None:
-        return 0
-    return int(table.values.searchsorted(engine.info.usable_blocks, side="right")) - 1
-
-
-def never_fits(ask: Ask, engine: Engine) -> Refusal | None:
-    """Why this engine can never finish the request, None when it can (or nothing is known)."""
-    prompt, output = ask.longest_prompt, ask.output_tokens
-    least = output if output is not None else 1
-    if ask.generates and ask.document.get("echo") is not True:
-        least = max(1, least)
-    longest = engine.max_model_len
-    if longest is not None and prompt + least > longest:
-        return Refusal(
-            413, "context-length",
-            f"{prompt} prompt tokens and {least} output tokens; this model's context is {longest}.",
-            code="context_length_exceeded",
-            details={"prompt_tokens": prompt, "output_tokens": least, "limit_tokens": longest},
-        )  # fmt: skip
-    need = engine.needed_blocks(kv_tokens(prompt, least))
-    usable = engine.info.usable_blocks
-    if need is not None and need > usable:
-        return Refusal(
-            413, "never-fits",
-            f"{prompt} prompt tokens and {least} output tokens need {need} KV blocks; the engine has {usable}.",
-            code="context_length_exceeded",
-            details={"prompt_tokens": prompt, "output_tokens": least, "needed_blocks": need, "usable_blocks": usable},
-        )  # fmt: skip
-    return None
 
 
 def _over_long(tokens: int, limit: int) -> Refusal:

@@ -12,7 +12,7 @@ import os
 import signal
 import sys
 import time
-from typing import Any, BinaryIO
+from typing import Any
 from urllib.parse import urlsplit
 
 import msgspec
@@ -88,7 +88,6 @@ class Worker:
         self._judge = Judge(setup.limits)
         self._ends: dict[str, Endpoint] = {}
         self._folder = setup.folder
-        self._files: dict[str, BinaryIO] = {}
         self._index = self._failures = 0
         self._task: Task | None = None
 
@@ -232,9 +231,8 @@ class Worker:
         return base.tokens(task.prompt) if isinstance(task.prompt, str) else list(task.prompt)
 
     def _write(self, name: str, row: msgspec.Struct) -> None:
-        if name not in self._files:
-            self._files[name] = open(os.path.join(self._folder, name), "ab", buffering=0)  # noqa: SIM115 (kept)
-        self._files[name].write(msgspec.json.encode(row) + b"\n")
+        with open(os.path.join(self._folder, name), "ab") as file:
+            file.write(msgspec.json.encode(row) + b"\n")
 
 
 def _asked(end: Endpoint, ids: list[int]) -> tuple[list[Position], tuple[Position, ...]]:

@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
+import http.client
 import json
 import os
 import signal
+import socket
 import subprocess
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 from engine.support import env
 from engine.support.processes import deadline_poll
-from engine.support.server import free_port
+from services import free_port
 
 
 @dataclass(frozen=True)
@@ -49,6 +52,23 @@ def post(
     except urllib.error.HTTPError as error:
         status, found, text = error.code, error.headers, error.read()
     return Got(status, {name.lower(): value for name, value in found.items()}, text)
+
+
+def leave(url: str, body: dict[str, Any], arrived: Callable[[], bool]) -> None:
+    """Ask for a completion and reset the connection once it has ``arrived`` (a stream: and its first bytes were read)."""
+    parts = urlsplit(url)
+    connection = http.client.HTTPConnection(parts.hostname or "", parts.port, timeout=60)
+    connection.request(
+        "POST", "/v1/completions", json.dumps({"model": "tiny", **body}), {"Content-Type": "application/json"}
+    )
+    sock = connection.sock
+    deadline_poll(arrived, 30, "the request at the engine", 0.02)
+    if body.get("stream"):
+        connection.getresponse().read(20)
+    # What was not read yet would otherwise be waited for.
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")
+    sock.shutdown(socket.SHUT_RDWR)
+    connection.close()
 
 
 @dataclass

@@ -4,12 +4,35 @@ from __future__ import annotations
 
 import re
 import urllib.request
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from engine.support.gateway import Gateway, gateway
 from engine.support.processes import children, deadline_poll, stat
+from engine.support.server import Server, engine_lock, server
+
+
+@dataclass(frozen=True)
+class Site:
+    """Two engines of one model."""
+
+    upstream: Server
+    candidate: Server
+
+
+@contextmanager
+def two_engines(folder: Path, model: Path, flags: Sequence[str], more: Sequence[str] = ()) -> Iterator[Site]:
+    """Both with ``flags``, the candidate with ``more`` too."""
+    with (
+        engine_lock(),
+        server(folder / "b", model, *flags, *more, lock=False, wait=False) as candidate,
+        server(folder / "a", model, *flags, lock=False) as upstream,
+    ):
+        deadline_poll(candidate.healthy, 300, f"health of the candidate (log: {candidate.log})", 0.2)
+        yield Site(upstream, candidate)
 
 
 @dataclass(frozen=True)

@@ -14,8 +14,8 @@ from typing import Any
 
 from engine.support import env
 from engine.support.processes import deadline_poll
-from engine.support.server import free_port
 from kvcatch.views.mixin import write
+from services import free_port
 
 
 @contextmanager

@@ -7,7 +7,6 @@ import fcntl
 import json
 import os
 import signal
-import socket
 import subprocess
 import time
 import urllib.error
@@ -22,6 +21,7 @@ import aiohttp
 
 from engine.support import env
 from engine.support.processes import children, deadline_poll, end_session, session_members, title
+from services import free_port
 
 START_SECONDS = 900.0
 
@@ -32,14 +32,6 @@ def engine_lock() -> Iterator[None]:
     with open(env.LOCK, "a") as handle:
         fcntl.flock(handle, fcntl.LOCK_EX)
         yield
-
-
-def free_port() -> int:
-    """A TCP port that was free a moment ago."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
 
 
 @dataclass

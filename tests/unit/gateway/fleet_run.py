@@ -20,8 +20,9 @@ import aiohttp
 import redis
 from aiohttp import web
 
+from services import free_port, redis_server
+
 from .stub import Stub
-from .test_limits import _free_port, redis_server
 
 BLOCK = 16
 STEP_SECONDS = 0.005
@@ -99,7 +100,7 @@ class Process:
     """`kvcatch gateway` on a port of its own."""
 
     def __init__(self, number: int, folder: Path, urls: list[str], redis_url: str, mode: str, replicas: int):
-        self.port, self.folder = _free_port(), folder / f"g{number}"
+        self.port, self.folder = free_port(), folder / f"g{number}"
         self.folder.mkdir()
         self.killed: list[float] = []
         self._command = [
@@ -161,7 +162,7 @@ class Outcome:
         )
 
 
-def _ledgers(client: redis.Redis) -> Iterator[str]:  # type: ignore[type-arg]
+def _ledgers(client: redis.Redis) -> Iterator[str]:
     return (name for name in client.keys("{kvcatch}:kv1:*") if not name.endswith(":z"))
 
 

@@ -6,7 +6,7 @@ import asyncio
 import json
 import os
 import stat
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from contextlib import asynccontextmanager
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,6 +17,7 @@ import pytest
 from kvcatch.errors import KVCatchError
 from kvcatch.events import EngineInfo
 from kvcatch.gateway import operate
+from kvcatch.gateway.asgi import Inside
 from kvcatch.gateway.engine import Engine, Reading
 from kvcatch.gateway.gate import Gate
 from kvcatch.gateway.inside import GatewayMiddleware
@@ -151,8 +152,10 @@ class Site:
 
     @property
     def gate(self) -> Gate:
-        gate: Gate = self.middleware._served.gate  # type: ignore[attr-defined]
-        return gate
+        served = self.middleware._served
+        assert isinstance(served, Inside)
+        assert served.gate is not None
+        return served.gate
 
     def empty(self) -> bool:
         (engine,) = self.gate.engines
@@ -196,8 +199,8 @@ async def inside(tmp_path: Path, policy: str = "", app: App | None = None) -> As
         await asyncio.wait_for(life, 10)
 
 
-def run(scenario: Callable[[], Awaitable[None]]) -> None:
-    asyncio.run(asyncio.wait_for(scenario(), 30))  # type: ignore[arg-type]
+def run(scenario: Callable[[], Coroutine[Any, Any, None]]) -> None:
+    asyncio.run(asyncio.wait_for(scenario(), 30))
 
 
 def test_an_answer_passes_and_is_settled_from_its_usage(tmp_path: Path) -> None:

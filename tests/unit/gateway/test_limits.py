@@ -5,15 +5,11 @@ from __future__ import annotations
 import asyncio
 import json
 import random
-import shutil
 import signal
-import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from contextlib import AsyncExitStack
-from pathlib import Path
 
 import pytest
 from aiohttp import web
@@ -23,6 +19,7 @@ from hypothesis import strategies as st
 from kvcatch.gateway import link
 from kvcatch.gateway.limits import MemoryLimits, Want
 from kvcatch.gateway.shared import SharedLimits
+from services import redis_server
 
 from .stub import Stub, gateway, until
 
@@ -106,48 +103,6 @@ def test_all_or_nothing():
         assert limits.left(Want("x", 10, 60, 0)) == 10
 
     asyncio.run(scenario())
-
-
-@pytest.fixture(scope="module")
-def redis_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    with redis_server(tmp_path_factory.mktemp("redis")) as (url, _):
-        yield url
-
-
-class redis_server:
-    """Debian's redis-server on a port of its own."""
-
-    def __init__(self, folder: Path, port: int | None = None) -> None:
-        self.folder = folder
-        self.port = port or _free_port()
-
-    def __enter__(self) -> tuple[str, subprocess.Popen[bytes]]:
-        program = shutil.which("redis-server")
-        assert program, "redis-server is missing: make system"
-        self.process = subprocess.Popen(
-            [program, "--port", str(self.port), "--save", "", "--appendonly", "no", "--bind", "127.0.0.1",
-             "--dir", str(self.folder)],
-            stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
-        )  # fmt: skip
-        end = time.monotonic() + 20
-        while True:
-            try:
-                socket.create_connection(("127.0.0.1", self.port), 1).close()
-                break
-            except OSError:
-                assert time.monotonic() < end, "redis-server does not listen"
-        return f"redis://127.0.0.1:{self.port}/0", self.process
-
-    def __exit__(self, *_: object) -> None:
-        self.process.terminate()
-        self.process.wait(10)
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
 
 
 # One process of many: 250 requests at once, each reserving 13 and using 5 tokens of one shared bucket.

@@ -260,9 +260,9 @@ def test_a_worker_that_is_killed_stops_the_mirror_and_no_client_sees_it(candidat
 
 def test_a_worker_ends_with_the_gateway_that_was_killed(tmp_path):
     script = (
-        "import sys, time\nfrom kvcatch.gateway.mirror import Mirror\n"
+        "import signal, sys\nfrom kvcatch.gateway.mirror import Mirror\n"
         "one = Mirror('http://127.0.0.1:1', 1.0, sys.argv[1], idle=None, count=lambda name: None)\n"
-        "one.start()\nprint(one._worker.process.pid, flush=True)\ntime.sleep(600)\n"
+        "one.start()\nprint(one._worker.process.pid, flush=True)\nsignal.pause()\n"
     )
     with subprocess.Popen(
         [sys.executable, "-c", script, str(tmp_path / "m")], stdout=subprocess.PIPE
